@@ -169,13 +169,15 @@ class SelectionConfig:
     """Records a run, spread evenly; the start and the end are always among them. 0 records nothing."""
     documents: int = 8
     """Probe documents, one row each."""
+    query_stride: int = 1
+    """Record every n-th query position; 1 records all."""
     teacher: bool = True
     """Also record the groups' own top blocks from dense attention on the same weights, and what they would see."""
 
     def __post_init__(self) -> None:
         rule = "must be 0, or at least 2: the start and the end"
         require(self.records == 0 or self.records >= 2, "selections.records", self.records, rule, "40")
-        at_least(1, self, "selections", "documents")
+        at_least(1, self, "selections", "documents", "query_stride")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,69 @@
+"""What a run ran on: versions, hardware, corpus, code and kernel path, for `environment.json`."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from msa_kernels import select_path
+
+from msa_lab.config import RunConfig
+
+_PACKAGES = ("torch", "lightning", "numpy", "zarr", "xarray", "tokenizers", "triton", "nvidia-cutlass-dsl", "wandb")
+
+
+def kernel_path(config: RunConfig, device: torch.device) -> tuple[str, str]:
+    """The kernel path of a run and the reason for it.
+
+    Raises:
+        ValueError: The config asks for a path that cannot be had here.
+    """
+    return select_path(
+        device_type=device.type,
+        dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
+        head_dim=config.model.head_dim,
+        proxy_dim=config.model.proxy_dim,
+        block_size=config.model.block_size,
+        backend=None if config.backend == "auto" else config.backend,
+    )
+
+
+def describe(config: RunConfig, device: torch.device, corpus: dict[str, Any]) -> dict[str, Any]:
+    """Everything outside the config that can change a number."""
+    path, reason = kernel_path(config, device)
+    cuda = device.type == "cuda"
+    return {
+        "code": code_version(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU",
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda if cuda else None,
+        "path": path,
+        "path_reason": reason,
+        "corpus": corpus,
+    }
+
+
+def code_version() -> str:
+    """The package's version, and the commit where it runs from a checkout (`+` marks uncommitted changes)."""
+    version = _version("msa-lab") or "unknown"
+    here = Path(__file__).resolve().parent
+    try:
+        command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return version
+    return f"{version} {commit}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,139 @@
+"""A fork: another run's checkpoint turned into the first checkpoint of this one.
+
+Weights, optimizer moments and the data position carry over. New MLP units get zero output weights and zero moments,
+so that the loss at the fork is unchanged; proxies are new and start untrained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msa_lab.config import RunConfig
+from msa_lab.config_io import from_dict, to_dict
+from msa_lab.learner import Learner
+from msa_lab.runs import Run
+
+_MAY_DIFFER = {
+    "model": {
+        "attention",
+        "mlp_width",
+        "block_size",
+        "top_k_blocks",
+        "num_local_blocks",
+        "num_sink_blocks",
+        "num_proxies",
+        "num_proxy_kv_heads",
+        "proxy_dim",
+        "proxy_rope",
+        "detach_proxy_input",
+    },
+    "data": {"expected_hash"},
+    "train": {
+        "stop_at",
+        "fork_from",
+        "fork_step",
+        "proxy_lr",
+        "proxy_clip",
+        "kl_weight",
+        "proxy_warmup_steps",
+        "log_every",
+        "validate_every",
+        "validation_batches",
+        "checkpoint_every",
+    },
+}
+
+
+def stem_of(config: RunConfig, root: str | Path) -> Run:
+    """The run that `train.fork_from` names: an arm's folder below `root` (the same seed's run), or a run folder.
+
+    Raises:
+        ValueError: It is missing or unfinished, ends at another step, or differs in what a fork may not change.
+    """
+    name = config.train.fork_from
+    run = next((run for run in (Run(Path(root) / name / f"seed{config.seed}"), Run(Path(name))) if run.finished), None)
+    if run is None:
+        raise ValueError(f"train.fork_from={name!r}: no finished run there (seed {config.seed}); train the stem first")
+    stem = run.config
+    if stem.train.last_step != config.train.fork_step:
+        last = stem.train.last_step
+        raise ValueError(f"train.fork_step={config.train.fork_step}: the stem ends at step {last}; try {last}")
+    check_fork(config, stem)
+    return run
+
+
+def check_fork(config: RunConfig, stem: RunConfig) -> None:
+    """Refuse a fork that changes more than attention, proxies and MLP width, or that narrows an MLP."""
+    if config.seed != stem.seed:
+        raise ValueError(f"seed={config.seed}: the stem's is {stem.seed}, and a fork goes on with its data order")
+    for section, allowed in _MAY_DIFFER.items():
+        ours, theirs = getattr(config, section), getattr(stem, section)
+        for field in fields(ours):
+            value, held = getattr(ours, field.name), getattr(theirs, field.name)
+            if field.name not in allowed and value != held:
+                raise ValueError(
+                    f"{section}.{field.name}={value!r}: a fork may change attention, proxies and MLP width only; "
+                    f"the stem has {held!r}"
+                )
+    if any(kind != "dense" for kind in stem.model.attention_kinds) and stem.model.attention != config.model.attention:
+        raise ValueError(f"train.fork_from: the stem's attention is {stem.model.attention!r}; fork from a dense stem")
+    for layer, (ours, theirs) in enumerate(zip(config.model.mlp_widths, stem.model.mlp_widths, strict=True)):
+        if ours < theirs:
+            raise ValueError(f"model.mlp_width={ours} in layer {layer}: the stem has {theirs}; a fork can only widen")
+
+
+def fork_checkpoint(config: RunConfig, stem: Run, backend: str | None) -> dict[str, Any]:
+    """The checkpoint from which `config` goes on where `stem` ended."""
+    checkpoint = torch.load(stem.path / "last.ckpt", map_location="cpu", weights_only=True)
+    held: RunConfig = from_dict(checkpoint["hyper_parameters"]["config"])
+    fresh, old = Learner(to_dict(config), backend), Learner(to_dict(held), backend)
+    checkpoint["state_dict"] = widen(checkpoint["state_dict"], fresh.state_dict())
+    checkpoint["optimizer_states"] = [_optimizer_state(checkpoint["optimizer_states"][0], old, fresh)]
+    checkpoint["hyper_parameters"] = dict(fresh.hparams)
+    checkpoint.pop("callbacks", None)
+    return checkpoint
+
+
+def widen(stem: dict[str, Tensor], fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`fresh` (as initialised) with the stem's numbers in it; new MLP units write zeros to the residual stream."""
+    state = {}
+    for name, value in fresh.items():
+        held = stem.get(name)
+        if held is None:
+            state[name] = value
+        elif held.shape == value.shape:
+            state[name] = held
+        else:
+            state[name] = _padded(held, torch.zeros_like(value) if name.endswith("mlp.down.weight") else value)
+    return state
+
+
+def _padded(held: Tensor, onto: Tensor) -> Tensor:
+    padded = onto.clone()
+    padded[tuple(slice(0, n) for n in held.shape)] = held
+    return padded
+
+
+def _optimizer_state(stem: dict[str, Any], old: Learner, fresh: Learner) -> dict[str, Any]:
+    """AdamW's moments moved to the fork's parameters by name; what is new has none yet."""
+    held = {name: stem["state"][i] for i, name in enumerate(_optimizer_names(old)) if i in stem["state"]}
+    shapes = dict(fresh.named_parameters())
+    state: dict[int, Any] = {}
+    for i, name in enumerate(_optimizer_names(fresh)):
+        if name in held:
+            like = torch.zeros(shapes[name].shape)
+            state[i] = {
+                key: value if value.ndim == 0 else _padded(value, like.to(value.dtype))
+                for key, value in held[name].items()
+            }
+    return {"state": state, "param_groups": fresh.configure_optimizers().state_dict()["param_groups"]}
+
+
+def _optimizer_names(learner: Learner) -> list[str]:
+    names = {id(parameter): name for name, parameter in learner.named_parameters()}
+    return [names[id(p)] for group in learner.configure_optimizers().param_groups for p in group["params"]]

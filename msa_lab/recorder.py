@@ -1,0 +1,225 @@
+"""Recording while training: the callback that fills the selection log, and the one forward pass behind each record."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from jaxtyping import Int64
+from msa_kernels import block_scores
+from torch import Tensor, nn
+
+from msa_lab.callbacks import stepped
+from msa_lab.config import RunConfig
+from msa_lab.data import Data
+from msa_lab.evaluate import autocast
+from msa_lab.learner import Learner
+from msa_lab.model import Transformer
+from msa_lab.runs import Run
+from msa_lab.selection_store import FILE, SelectionStore
+from msa_lab.selections import Seen, never_selected, record, record_steps, selection_rate
+from msa_lab.teacher import at_blocks, block_mass, top_blocks
+
+QUERIES = 4096
+"""Queries of a row whose scores and masses of all blocks are held at one time."""
+
+
+@torch.no_grad()
+def observe(
+    model: Transformer,
+    tokens: Int64[Tensor, "document sequence"],
+    config: RunConfig,
+    *,
+    sparse: bool = True,
+    draw: Int64[Tensor, " document"] | None = None,
+    rows: int = 1,
+    heads: bool = False,
+) -> dict[str, np.ndarray]:
+    """What `open_selections` describes, for the model as it is: name to (layer, document, proxy, query, slot).
+
+    Args:
+        model: An uncompiled model in the mode and precision that it is to be seen in.
+        tokens: One document a row.
+        config: The model's run.
+        sparse: False for would-be choices of the warm-up phase (in eval mode).
+        draw: A number per document for random layers.
+        rows: Documents per forward.
+        heads: Also `head_teacher` and `head_teacher_mass`, (layer, document, head, query, slot).
+
+    Raises:
+        ValueError: A layer's selection has a number of proxies that does not divide the config's.
+    """
+    device = next(model.parameters()).device
+    layers = [i for i, kind in enumerate(config.model.attention_kinds) if kind != "dense"]
+    draw = torch.arange(len(tokens)) if draw is None else draw
+    documents: list[dict[str, np.ndarray]] = []
+    with record(model) as seen:
+        for start in range(0, len(tokens), rows):
+            part = slice(start, start + rows)
+            model(tokens[part].to(device), sparse=sparse, draw=draw[part].to(device))
+            found = [_describe(seen[f"layers.{i}.attention.select"], config, heads) for i in layers]
+            documents.append({name: np.stack([layer[name] for layer in found]) for name in found[0]})
+    return {name: np.concatenate([part[name] for part in documents], 1) for name in documents[0]}
+
+
+def _describe(seen: Seen, config: RunConfig, heads: bool) -> dict[str, np.ndarray]:
+    """One layer's part of a record, by query ranges so that memory stays linear in the sequence."""
+    groups, sequence = config.model.num_proxies, seen.selection.blocks.shape[2]
+    if groups % seen.selection.blocks.shape[1]:
+        raise ValueError(
+            f"a selection has {seen.selection.blocks.shape[1]} proxies: they must divide model.num_proxies={groups}"
+        )
+    ranges = [(start, min(start + QUERIES, sequence)) for start in range(0, sequence, QUERIES)]
+    parts = [_describe_queries(seen, config, heads, queries) for queries in ranges]
+    stride = config.selections.query_stride
+    return {name: torch.cat([p[name] for p in parts], 2)[:, :, ::stride].cpu().numpy() for name in parts[0]}
+
+
+def _describe_queries(seen: Seen, config: RunConfig, heads: bool, queries: tuple[int, int]) -> dict[str, Tensor]:
+    model, groups = config.model, config.model.num_proxies
+    served = seen.selection.blocks[:, :, slice(*queries)]
+    # One choice that serves several groups is written once for each.
+    selected = served.repeat_interleave(groups // served.shape[1], 1)
+    score = torch.full(selected.shape, torch.nan, device=selected.device)
+    if seen.q_proxy is not None and seen.k_proxy is not None:
+        scores = block_scores(
+            seen.q_proxy, seen.k_proxy, block_size=model.block_size, queries=queries, backend="reference"
+        )
+        score = at_blocks(scores.repeat_interleave(groups // served.shape[1], 1), selected)
+    found = {"selected": selected, "score": score}
+    if not config.selections.teacher:
+        return found
+    if seen.q is None or seen.k is None:
+        raise ValueError(
+            "selections.teacher=True: a layer shows no q and k of its `core`; try selections.teacher=False"
+        )
+    rules = {
+        "top_k_blocks": model.top_k_blocks,
+        "block_size": model.block_size,
+        "num_local_blocks": model.num_local_blocks,
+        "num_sink_blocks": model.num_sink_blocks,
+        "queries": queries,
+    }
+    by_head = block_mass(seen.q, seen.k, block_size=model.block_size, num_groups=model.num_query_heads, queries=queries)
+    mass = by_head.unflatten(1, (groups, -1)).mean(2)
+    teacher = top_blocks(mass, **rules).blocks
+    found |= {"mass": at_blocks(mass, selected), "teacher": teacher, "teacher_mass": at_blocks(mass, teacher)}
+    if heads:
+        own = top_blocks(by_head, **rules).blocks
+        found |= {"head_teacher": own, "head_teacher_mass": at_blocks(by_head, own)}
+    return found
+
+
+class SelectionRecorder(L.Callback):
+    """Fills `selections.zarr` on the probe documents at the start, the end and evenly between.
+
+    Training is the same with and without it, bit for bit: the forward is the plain model's, in eval mode, without
+    gradients, and leaves random states and modes as they were. Only the first process computes and writes; nothing here
+    waits for the others. It must come before the callback that writes checkpoints, so that a checkpoint's own record
+    exists.
+
+    Args:
+        run: The run's folder.
+        config: What and how often to record.
+        data: Has the probe documents.
+    """
+
+    def __init__(self, run: Run, config: RunConfig, data: Data) -> None:
+        self.run, self.config, self.data = run, config, data
+        self.first = config.train.fork_step
+        self.steps = record_steps(self.first, config.train.last_step, config.selections.records)
+        self.store: SelectionStore | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Make the log, or reopen it where training goes on; record the untrained model."""
+        if not trainer.is_global_zero:
+            return
+        path, step = self.run.path / FILE, trainer.global_step
+        self.probe = self.data.probe(self.config.selections.documents)
+        tokens = self.probe.tokens.numpy()
+        if step > self.first and path.exists():
+            self.store = SelectionStore.resume(path, self.config, tokens, step)
+        else:
+            if step > self.first:
+                warnings.warn(f"{path}: is gone; the log starts again at step {step}", stacklevel=2)
+            self.store = SelectionStore.create(path, self.config, self.probe.ids, tokens)
+        if self.store.attrs["tokenizer"] == "tokenizer.json":
+            shutil.copyfile(self.config.data.tokenizer, self.run.path / "tokenizer.json")
+        self._record_if_due(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Record when the optimizer has made the step that is due."""
+        if self.store is not None and stepped(pl_module, batch_idx):
+            self._record_if_due(trainer, pl_module)
+
+    def _record_if_due(self, trainer: L.Trainer, learner: Learner) -> None:
+        step, store = trainer.global_step, self.store
+        if store is None or step not in self.steps or step in store.steps:
+            return
+        with learner.clock.paused():
+            values = self._observe(learner, step)
+            heads = {name: values.pop(name) for name in list(values) if name.startswith("head_")}
+            store.append(step, "sparse" if self._sparse(learner) else "warmup", values)
+            if heads:
+                store.write_heads(step, heads)
+            self._log(trainer, values["selected"], step)
+
+    def _observe(self, learner: Learner, step: int) -> dict[str, np.ndarray]:
+        config, train, documents = self.config, self.config.train, len(self.probe.ids)
+        # As many rows as a training step has at a time fit into memory: the step keeps more of each.
+        rows = (
+            1 if train.activation_checkpointing else train.batch_size // train.accumulate // learner.trainer.world_size
+        )
+        draw = torch.arange(documents) + (config.seed * 2_147_483_659 + step) * 65_537
+        with _undisturbed(learner.model, learner.device), autocast(learner.device, train.precision):
+            return observe(
+                learner.model,
+                self.probe.tokens,
+                config,
+                sparse=self._sparse(learner),
+                draw=draw,
+                rows=rows,
+                heads=config.selections.teacher and step == self.steps[-1],
+            )
+
+    def _sparse(self, learner: Learner) -> bool:
+        """Rules without proxies choose from the first step on."""
+        return learner.sparse or "msa" not in self.config.model.attention_kinds
+
+    def _log(self, trainer: L.Trainer, selected: np.ndarray, step: int) -> None:
+        """The collapse alarm at every record; the selection maps at the last one, where the logger shows images."""
+        model, data = self.config.model, self.config.data
+        layers = [i for i, kind in enumerate(model.attention_kinds) if kind != "dense"]
+        query = np.arange(0, data.context_length, self.config.selections.query_stride)
+        forced = {"num_local_blocks": model.num_local_blocks, "num_sink_blocks": model.num_sink_blocks}
+        never = never_selected(selected, query, block_size=model.block_size, **forced).sum((1, 2))
+        show = getattr(trainer.logger, "log_image", None)
+        if trainer.logger is not None:
+            numbers = {f"selections/never_selected/layer{i}": float(n) for i, n in zip(layers, never, strict=True)}
+            trainer.logger.log_metrics(numbers, step)
+        if show is None or step != self.steps[-1]:
+            return
+        blocks = -(-data.context_length // model.block_size)
+        rate = selection_rate(selected, query, block_size=model.block_size, num_blocks=blocks).mean(1)
+        for layer, maps in zip(layers, np.nan_to_num(rate), strict=True):
+            for proxy, image in enumerate(maps):
+                show(f"selections/rate/layer{layer}/proxy{proxy}", image, step)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Eval mode inside; every module's own mode and all random states are put back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode

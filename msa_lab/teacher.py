@@ -1,0 +1,118 @@
+"""The teacher: which blocks the main heads themselves would read, from dense attention on the same weights.
+
+It is a diagnostic, not a ceiling: a model trained sparse has never attended densely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float, Float32, Int32
+from msa_kernels import Selection, select_from_scores
+from torch import Tensor
+from torch.nn import functional as F
+
+TILE_SCORES = {"cpu": 2**19, "cuda": 2**25}
+"""Scores held at one time: what stays in a core's cache, and what is little beside a training step's memory."""
+
+
+@torch.no_grad()
+def block_mass(
+    q: Float[Tensor, "batch sequence heads dim"],
+    k: Float[Tensor, "batch sequence kv_heads dim"],
+    *,
+    block_size: int,
+    num_groups: int,
+    cu_seqlens: Int32[Tensor, " offsets"] | None = None,
+    queries: tuple[int, int] | None = None,
+) -> Float32[Tensor, "batch group query block"]:
+    """Share of dense causal attention that falls on each block: the mean over a group's heads of their softmax.
+
+    P_b of the paper's recall metrics: softmax over all visible keys with scale dim^-0.5, summed over the keys of block
+    b. Rows sum to 1; blocks that a query cannot see hold 0. `num_groups` groups of adjacent heads; with one group per
+    head it is each head's own. `queries` is a half-open range of positions in the row; None is all of them. Memory is
+    linear in the sequence; sums are fp32, or wider where q and k are.
+
+    Raises:
+        ValueError: Heads that do not divide into groups, or a range outside the row.
+    """
+    batch, sequence, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    if heads % num_groups:
+        raise ValueError(f"num_groups={num_groups}: must divide the {heads} query heads; try {heads}")
+    if heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads: they must divide the {heads} query heads; try {heads}")
+    first, last = (0, sequence) if queries is None else queries
+    if not 0 <= first <= last <= sequence:
+        raise ValueError(f"queries={queries}: must lie within the row's {sequence} positions; try (0, {sequence})")
+    wide = torch.promote_types(q.dtype, torch.float32)
+    count = -(-sequence // block_size)
+    mass = torch.zeros(batch, num_groups, last - first, count, device=q.device)
+    with torch.autocast(q.device.type, enabled=False):
+        by_head = (q.to(wide) * dim**-0.5).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+        keys = k.to(wide).permute(0, 2, 3, 1)[:, :, None]
+        for row, start, stop in _documents(batch, sequence, cu_seqlens):
+            for low, high in _tiles(max(start, first), min(stop, last), heads * (stop - start), q.device.type):
+                shares = _shares(by_head[row, :, :, low:high], keys[row, ..., start:high], high - low, block_size)
+                grouped = shares.view(num_groups, heads // num_groups, high - low, -1).mean(1)
+                mass[row, :, low - first : high - first, : grouped.shape[-1]] = grouped
+    return mass
+
+
+def top_blocks(
+    mass: Float32[Tensor, "batch group query block"],
+    *,
+    top_k_blocks: int,
+    block_size: int,
+    num_local_blocks: int = 1,
+    num_sink_blocks: int = 0,
+    cu_seqlens: Int32[Tensor, " offsets"] | None = None,
+    queries: tuple[int, int] | None = None,
+    sequence: int | None = None,
+) -> Selection:
+    """The blocks with most mass, under the rules that the proxies' own choice obeys (`select_from_scores`)."""
+    return select_from_scores(
+        mass,
+        top_k_blocks=top_k_blocks,
+        block_size=block_size,
+        cu_seqlens=cu_seqlens,
+        num_local_blocks=num_local_blocks,
+        num_sink_blocks=num_sink_blocks,
+        queries=queries,
+        sequence=sequence,
+    )
+
+
+def at_blocks(
+    values: Float[Tensor, "batch proxy query block"], blocks: Int32[Tensor, "batch proxy query slot"]
+) -> Float[Tensor, "batch proxy query slot"]:
+    """The values (scores, masses) of the selected blocks; NaN in slots that hold none."""
+    return values.gather(-1, blocks.clamp(min=0).long()).masked_fill(blocks < 0, torch.nan)
+
+
+def _shares(q: Tensor, k: Tensor, queries: int, block_size: int) -> Float[Tensor, "head query block"]:
+    """Softmax mass per block and head of a document's `queries` last positions among its keys so far."""
+    scores = torch.matmul(q, k)
+    future = torch.ones(queries, queries, dtype=torch.bool, device=q.device).triu(1)
+    scores[..., -queries:].masked_fill_(future, -torch.inf)
+    attention = scores.softmax(-1)
+    attention = F.pad(attention, (0, -attention.shape[-1] % block_size))
+    return attention.unflatten(-1, (-1, block_size)).sum(-1).flatten(0, 1)
+
+
+def _documents(batch: int, sequence: int, cu_seqlens: Tensor | None) -> Iterator[tuple[int, int, int]]:
+    """Row, first and last position of every document."""
+    offsets = range(0, batch * sequence + 1, sequence) if cu_seqlens is None else cu_seqlens.tolist()
+    for start, stop in pairwise(offsets):
+        if stop > start:
+            row = start // sequence
+            yield row, start - row * sequence, stop - row * sequence
+
+
+def _tiles(first: int, last: int, width: int, device: str) -> Iterator[tuple[int, int]]:
+    """Ranges that cover `first` to `last`, each of as many queries as TILE_SCORES allows."""
+    size = max(1, TILE_SCORES.get(device, TILE_SCORES["cuda"]) // width)
+    for low in range(first, last, size):
+        yield low, min(low + size, last)

@@ -1,0 +1,65 @@
+"""Two processes: the same gradients, KL and weights as one, one folder, and no unused parameters."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_run, write_corpus
+
+from msa_lab.runs import Run
+from msa_lab.train import train
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from tiny import tiny_run
+from msa_lab.train import train
+if __name__ == "__main__":
+    train(tiny_run(Path({corpus!r}), **{changes!r}), root={root!r}, cache={cache!r}, progress=False,
+          wandb="disabled", devices=2)
+"""
+
+
+def fit_on_two(corpus: Path, folder: Path, **changes: object) -> Run:
+    text = SCRIPT.format(
+        tests=str(Path(__file__).parent),
+        corpus=str(corpus),
+        changes=changes,
+        root=str(folder / "two"),
+        cache=str(folder / "cache"),
+    )
+    script = folder / "two.py"
+    script.write_text(text)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return Run.of(tiny_run(corpus, **changes), folder / "two")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"attention": "dense"}, "train": {"steps": 6}},
+        {"train": {"steps": 6, "kl_weight": 0.0}},
+        {"train": {"steps": 6, "proxy_warmup_steps": 2, "log_every": 3, "accumulate": 2}},
+    ],
+    ids=["dense", "no-kl", "msa-logged-every-3"],
+)
+def test_two_processes_train_the_model_of_one(changes: dict, tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus")
+    two = fit_on_two(corpus, tmp_path, **changes)
+    one = train(
+        tiny_run(corpus, **changes), root=tmp_path / "one", cache=tmp_path / "cache", progress=False, wandb="disabled"
+    )
+    both = one.metrics.merge(two.metrics, on=["step", "name"], suffixes=("", "_two"))
+    both = both[both.name != "tokens_per_second"]
+    assert len(both) == sum(one.metrics.name != "tokens_per_second")
+    assert both.value_two.to_numpy() == pytest.approx(both.value.to_numpy(), rel=5e-4, abs=1e-6)
+    first = both[both.step == 1]
+    assert first.value_two.to_numpy() == pytest.approx(first.value.to_numpy(), rel=1e-5, abs=1e-7)
+    ours, theirs = (torch.load(r.path / "last.ckpt", weights_only=True)["state_dict"] for r in (two, one))
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, atol=2e-4, rtol=2e-3, msg=name)
+    assert len(list((tmp_path / "two").rglob("result.json"))) == 1

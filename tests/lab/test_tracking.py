@@ -1,0 +1,65 @@
+"""metrics.csv is the record: nothing lost, nothing twice; wandb mirrors it."""
+
+from pathlib import Path
+
+import pytest
+from tiny import tiny_run, write_corpus
+
+from msa_lab.runs import Run
+from msa_lab.tracking import MetricsLog
+from msa_lab.train import train
+
+
+def log_in(folder: Path) -> MetricsLog:
+    log = MetricsLog(Run(folder))
+    log.rewind(0)
+    return log
+
+
+def test_rewinding_leaves_one_row_per_step_and_name(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    for step in range(1, 16):
+        log.log_metrics({"loss": float(step), "kl": 0.0}, step)
+    log.rewind(10)
+    for step in range(11, 21):
+        log.log_metrics({"loss": 100.0 + step, "kl": 0.5}, step)
+    frame = Run(tmp_path).metrics
+    assert not frame.duplicated(["step", "name"]).any()
+    assert sorted(frame.step.unique()) == list(range(1, 21))
+    loss = frame[frame.name == "loss"].set_index("step").value
+    assert loss[10] == 10.0
+    assert loss[15] == 115.0
+
+
+def test_a_zero_is_logged_as_zero_and_floats_survive_exactly(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    log.log_metrics({"zero": 0.0, "third": 1 / 3, "tiny": 1e-300}, 1)
+    values = Run(tmp_path).metrics.set_index("name").value
+    assert values["zero"] == 0.0
+    assert values["third"] == 1 / 3
+    assert values["tiny"] == 1e-300
+
+
+@pytest.mark.parametrize("torn", ["16,lo", "16,loss", "16,loss,", "16,loss,-", "1"])
+def test_a_torn_last_line_is_left_out_and_removed(torn: str, tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    log.log_metrics({"loss": 1.0}, 15)
+    with log.path.open("a") as file:
+        file.write(torn)
+    assert Run(tmp_path).metrics.step.tolist() == [15]
+    log.rewind(15)
+    log.log_metrics({"loss": 2.0}, 16)
+    assert Run(tmp_path).metrics.value.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.slow
+def test_wandb_offline_mirrors_every_step_under_one_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    config = tiny_run(write_corpus(tmp_path / "corpus"), train={"accumulate": 2})
+    run = train(config, root=tmp_path / "runs", cache=tmp_path / "cache", progress=False, wandb="offline")
+    assert list((run.path / "wandb").glob(f"offline-run-*-{run.environment['wandb_id']}"))
+    other = train(config, root=tmp_path / "again", cache=tmp_path / "cache", progress=False, wandb="offline")
+    assert other.environment["wandb_id"] != run.environment["wandb_id"]
+    assert "must only increase" not in "".join(capfd.readouterr())

@@ -5,15 +5,17 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 
-from msa_lab.data import Data
 from msa_lab.evaluate import score
 from msa_lab.learner import Learner
 from msa_lab.runs import Run
+
+if TYPE_CHECKING:
+    from msa_lab.data import Data
 
 
 def stepped(learner: L.LightningModule, batch_idx: int) -> bool:
@@ -76,7 +78,8 @@ class StopOnSignal(L.Callback):
         self.received = False
         self._before: dict[int, Any] = {}
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        # Not earlier: Lightning's own handler, which would end training without saving, is in place by now.
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._receive)
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,21 +124,13 @@ def _files(path: str) -> tuple[Path, list[Path]]:
     elif place.is_file():
         base, found = place.parent, [place]
     else:
-        found = [Path(name) for name in glob.glob(path, recursive=True)]
-        base = Path(*_fixed_parts(place))
+        fixed = list(takewhile(lambda part: not glob.has_magic(part), place.parts[:-1]))
+        base = Path(*fixed)
+        found = list(base.glob("/".join(place.parts[len(fixed) :])))
     files = sorted(file for file in found if file.is_file() and file.name.endswith(SUFFIXES))
     if not files:
         raise ValueError(f"data.path={path!r}: holds no {' '.join(SUFFIXES)} file; try a folder, file or glob of them")
     return base, files
-
-
-def _fixed_parts(pattern: Path) -> list[str]:
-    fixed: list[str] = []
-    for part in pattern.parts[:-1]:
-        if glob.has_magic(part):
-            break
-        fixed.append(part)
-    return fixed
 
 
 def _documents(path: Path, column: str) -> Iterator[tuple[str, bytes]]:

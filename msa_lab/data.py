@@ -6,48 +6,22 @@ from collections import Counter
 from functools import cached_property, lru_cache
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32
 from torch import Tensor
 
+from msa_lab.batch import Batch, Probe
 from msa_lab.bigram import bigram_bits_per_byte
 from msa_lab.config import DataConfig
 from msa_lab.store import Report, corpus_folder, open_tokens, read_documents, read_header
-from msa_lab.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from msa_lab.tasks import Recall
-
-    Data = "Corpus | Recall"
-
-IGNORED = -100
-"""A target that is not scored."""
+from msa_lab.tasks import Recall
+from msa_lab.tokenizer import Tokenizer, load_tokenizer
 
 
-class Batch(NamedTuple):
-    """Rows of tokens; `targets[b, i]` is what follows `inputs[b, i]`."""
-
-    inputs: Int64[Tensor, "batch sequence"]
-    targets: Int64[Tensor, "batch sequence"]
-    """-100 where nothing is scored."""
-    cu_seqlens: Int32[Tensor, "offsets"] | None
-    """With `data.document_mask`: where documents start in the flattened rows, row starts included, then the total;
-    padded by repeating the total, so that its length depends on the batch size alone."""
-    distance: Int64[Tensor, "batch sequence"] | None
-    """Recall: tokens between a question and its answer's source; -1 elsewhere."""
-
-
-class Probe(NamedTuple):
-    """Fixed validation documents on which selections are recorded."""
-
-    tokens: Int64[Tensor, "document sequence"]
-    ids: tuple[str, ...]
-
-
-def open_data(config: DataConfig, cache: Path | str = "data", report: Report | None = None) -> Corpus | Recall:
+def open_data(config: DataConfig, cache: Path | str = "data", report: Report | None = None) -> Data:
     """The tokens that `config` names; builds what the cache folder does not hold yet.
 
     Args:
@@ -61,12 +35,11 @@ def open_data(config: DataConfig, cache: Path | str = "data", report: Report | N
     """
     _refuse_unread(config)
     if config.source == "recall":
-        from msa_lab.tasks import Recall
-
         data = Recall(config)
     else:
         tokenizer = load_tokenizer(config.tokenizer)
-        data = Corpus(config, corpus_folder(config, tokenizer, Path(cache), report or (lambda line: None)))
+        folder = corpus_folder(config, tokenizer, Path(cache), report or (lambda line: None))
+        data = Corpus(config, folder, tokenizer)
     if config.expected_hash not in ("", data.hash):
         rule = f"the corpus here hashes to {data.hash!r} (other packages, files or settings)"
         fix = f"copy the original's {cache} folder here, or set data.expected_hash={data.hash} to accept this one"
@@ -99,11 +72,11 @@ class Corpus:
         num_validation_rows: Rows that `validation` can give.
     """
 
-    def __init__(self, config: DataConfig, folder: Path) -> None:
+    def __init__(self, config: DataConfig, folder: Path, tokenizer: Tokenizer) -> None:
         header = read_header(folder)
         self.folder, self.hash = folder, folder.name
         self.manifest: dict[str, Any] = header["manifest"] | {"documents_file": str(folder / "documents.jsonl")}
-        self.tokenizer = load_tokenizer(config.tokenizer)
+        self.tokenizer = tokenizer
         self.vocab_size = self.tokenizer.vocab_size
         self.bytes_per_token = self.tokenizer.bytes_per_token
         self._length, self._mask_documents = config.context_length, config.document_mask
@@ -153,7 +126,7 @@ class Corpus:
         offsets = self._offsets(tokens[:, :-1]) if self._mask_documents else None
         return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), offsets, None)
 
-    def _offsets(self, inputs: np.ndarray) -> Int32[Tensor, "offsets"]:
+    def _offsets(self, inputs: np.ndarray) -> Int32[Tensor, " offsets"]:
         starts = inputs == self.tokenizer.mark
         starts[:, 0] = True
         found = np.flatnonzero(starts)
@@ -232,3 +205,7 @@ def _spreading_stride(total: int) -> int:
     while gcd(stride, total) != 1:
         stride += 1
     return stride
+
+
+Data = Corpus | Recall
+"""What `open_data` returns."""

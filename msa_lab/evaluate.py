@@ -6,16 +6,19 @@ import contextlib
 import math
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from msa_lab.config import RunConfig
-from msa_lab.data import Data, open_data
+from msa_lab.data import open_data
 from msa_lab.model import Transformer
 from msa_lab.runs import Run
+
+if TYPE_CHECKING:
+    from msa_lab.data import Data
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
@@ -35,8 +38,9 @@ def score(model: Transformer, data: Data, config: RunConfig, batches: int, *, sp
         sparse: False in the warm-up phase.
 
     Returns:
-        `validation_loss` (nats per scored token), `bits_per_byte` (None without a byte count), `documents` (the rows, each with
-        its own `bits_per_byte`, `bytes` and `loss`) and `accuracy_by_distance` (None where the task has no distances).
+        `validation_loss` (nats per scored token), `bits_per_byte` (None without a byte count), `documents` (the rows,
+        each with its own `bits_per_byte`, `bytes` and `loss`) and `accuracy_by_distance` (None where the task has no
+        distances).
     """
     device, was_training = next(model.parameters()).device, model.training
     model.eval()

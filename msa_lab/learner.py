@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning as L
 import torch
@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from msa_lab.budget import flops_per_token, peak_flops
 from msa_lab.config import RunConfig, TrainConfig
 from msa_lab.config_io import from_dict
-from msa_lab.data import Data
 from msa_lab.model import Transformer
+
+if TYPE_CHECKING:
+    from msa_lab.data import Data
 
 
 class Part(NamedTuple):

@@ -48,7 +48,8 @@ def python_source(config: DataConfig, *, stdlib: Path | None = None, sites: Sequ
     Args:
         config: Of it, `max_bytes`.
         stdlib: Folder of the standard library; this interpreter's by default.
-        sites: Folders of installed packages in order of precedence; those on `sys.path` by default.
+        sites: Folders of installed packages in order of precedence; by default the
+            folders called site-packages or dist-packages on `sys.path`.
     """
     stdlib = Path(sysconfig.get_path("stdlib")) if stdlib is None else stdlib
     if sites is None:
@@ -67,9 +68,9 @@ def python_source(config: DataConfig, *, stdlib: Path | None = None, sites: Sequ
     used = {file.package for file in files}
     standard = [f"python=={platform.python_version()}"]
     named = {p: standard if p.startswith("python/") else versions.get(p, []) for p in used}
-    source = Source([(f.id, f.package, f.size, f.time) for f in files], lambda: iter(()), True, named)
-    source.read = lambda: _read(files, source.skipped)
-    return source
+    skipped: Counter[str] = Counter()
+    fingerprint = [sorted(named.items()), [(f.id, f.package, f.size, f.time) for f in files]]
+    return Source(fingerprint, lambda: _read(files, skipped), True, named, skipped)
 
 
 def _key(stat: os.stat_result) -> tuple[int, int]:
@@ -87,9 +88,12 @@ def _modules(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
                 if entry.is_dir(follow_symlinks=False):
                     if name.isidentifier() and name != "__pycache__":
                         pending.append((f"{below}{name}/", entry.path))
-                elif name.endswith(".py") and name[:-3].isidentifier() and not name.startswith("__editable__"):
-                    if entry.is_file():
-                        yield below + name, entry
+                elif _is_module(name) and entry.is_file():
+                    yield below + name, entry
+
+
+def _is_module(name: str) -> bool:
+    return name.endswith(".py") and name[:-3].isidentifier() and not name.startswith("__editable__")
 
 
 def _packages(sites: Sequence[Path]) -> tuple[dict[str, str], dict[str, list[str]]]:

@@ -6,7 +6,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import numpy as np
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from msa_lab.callbacks import stepped
 from msa_lab.config import RunConfig
-from msa_lab.data import Data
 from msa_lab.evaluate import autocast
 from msa_lab.learner import Learner
 from msa_lab.model import Transformer
@@ -25,6 +24,9 @@ from msa_lab.runs import Run
 from msa_lab.selection_store import FILE, SelectionStore
 from msa_lab.selections import Seen, never_selected, record, record_steps, selection_rate
 from msa_lab.teacher import at_blocks, block_mass, top_blocks
+
+if TYPE_CHECKING:
+    from msa_lab.data import Data
 
 QUERIES = 4096
 """Queries of a row whose scores and masses of all blocks are held at one time."""

@@ -10,6 +10,7 @@ runs/<study>/<arm>-<hash>/seed<k>/
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -74,12 +75,8 @@ class Run:
         """Columns step, name, value in the order of writing; a line torn by a kill is left out."""
         import pandas as pd
 
-        path = self.path / "metrics.csv"
-        if not path.exists():
-            return pd.DataFrame({"step": [], "name": [], "value": []})
-        frame = pd.read_csv(path, on_bad_lines="skip", dtype={"name": str})
-        frame = frame.apply(pd.to_numeric, errors="coerce") if frame.empty else frame
-        return frame.dropna(subset=["step", "name"]).astype({"step": int}).reset_index(drop=True)
+        text = complete_lines(self.path / "metrics.csv") or "step,name,value\n"
+        return pd.read_csv(io.StringIO(text), dtype={"step": int, "name": str, "value": float})
 
     def write_config(self, config: RunConfig) -> None:
         """Store the config; a folder that holds another config is refused."""
@@ -124,6 +121,12 @@ def find(folder: str | Path = "runs", *, finished: bool = True) -> list[Run]:
         state = "finished run" if finished else "run"
         raise ValueError(f"{folder}: holds no {state} ({len(found)} unfinished); train one with `msa-lab train`")
     return runs
+
+
+def complete_lines(path: Path) -> str:
+    """The file's text up to its last line break: a line torn by a kill could hold half a number. Empty if missing."""
+    text = path.read_text() if path.exists() else ""
+    return text[: text.rfind("\n") + 1]
 
 
 def write_atomically(path: Path, text: str) -> None:

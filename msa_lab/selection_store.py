@@ -288,9 +288,7 @@ def _find(run: Run | str | Path) -> Path:
     if (path / "zarr.json").exists():
         return path
     if (folder / "config.yaml").exists():
-        raise ValueError(
-            f"{folder}: has no {FILE}: the run recorded nothing (selections.records=0, or all layers dense)"
-        )
+        raise ValueError(f"{folder}: has no {FILE}: nothing was recorded (selections.records=0, or all layers dense)")
     raise ValueError(f"{folder}: is neither a run folder nor a selection log; try runs/STUDY/ARM-HASH/seed0")
 
 

@@ -75,9 +75,11 @@ def read_header(folder: Path) -> dict[str, Any]:
     again = f"remove {folder} and start again: it is built anew"
     try:
         header = json.loads((folder / "header.json").read_text())
+        if header["format"] != FORMAT:
+            raise ValueError(f"format {header['format']}, not {FORMAT}")
         sizes = {split: header["tokens"][split] * np.dtype(header["dtype"]).itemsize for split in SPLITS}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / 'header.json'}: damaged ({error}); {again}") from None
+        raise ValueError(f"{folder / 'header.json'}: cannot be used ({error}); {again}") from None
     for split, size in sizes.items():
         path = folder / f"{split}.bin"
         held = path.stat().st_size if path.exists() else 0
@@ -210,9 +212,7 @@ def _split(documents: list[dict[str, Any]], source: Source, config: DataConfig) 
         if sizes[name] <= left:
             chosen.add(name)
             left -= sizes[name]
-    if not chosen or len(chosen) == len(sizes):
-        smallest = min(order, key=lambda name: sizes[name])
-        chosen = chosen ^ {smallest}
+    chosen = chosen or {min(order, key=lambda name: sizes[name])}
     for row in documents:
         row["validation"] = row[unit] in chosen
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from typing import Any
 
 import numpy as np
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from msa_lab.runs import Run, write_atomically
+from msa_lab.runs import Run, complete_lines, write_atomically
 
 
 class MetricsLog(Logger):
@@ -38,13 +37,9 @@ class MetricsLog(Logger):
     @rank_zero_only
     def rewind(self, step: int) -> None:
         """Drop what was logged after `step`, which a resumed run is about to do again, and any torn last line."""
-        if not self.path.exists():
-            write_atomically(self.path, "step,name,value\n")
-            return
-        with self.path.open(newline="") as file:
-            rows = [row for row in csv.reader(file) if len(row) == 3 and row[0].isdigit() and int(row[0]) <= step]
-        complete = [row for row in rows if _is_number(row[2])]
-        write_atomically(self.path, "step,name,value\n" + "".join(f"{','.join(row)}\n" for row in complete))
+        header, *lines = complete_lines(self.path).splitlines(keepends=True) or ["step,name,value\n"]
+        kept = [line for line in lines if int(line.split(",", 1)[0]) <= step]
+        write_atomically(self.path, header + "".join(kept))
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -74,14 +69,6 @@ class MetricsLog(Logger):
         if self.mirror is not None:
             self.mirror.finish(exit_code=0 if status == "success" else 1)
             self.mirror = None
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def wandb_mirror(run: Run, plain_config: dict[str, Any], mode: str, identity: str) -> Any | None:

@@ -9,7 +9,7 @@ import time
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -19,7 +19,7 @@ from msa_lab.budget import count_parameters, flops_per_token
 from msa_lab.callbacks import Checkpoints, Progress, StopOnSignal, Validation
 from msa_lab.config import RunConfig
 from msa_lab.config_io import config_hash, to_dict
-from msa_lab.data import Data, open_data
+from msa_lab.data import open_data
 from msa_lab.environment import describe
 from msa_lab.evaluate import score
 from msa_lab.fork import fork_checkpoint, stem_of
@@ -27,6 +27,9 @@ from msa_lab.learner import Learner
 from msa_lab.recorder import SelectionRecorder
 from msa_lab.runs import Run
 from msa_lab.tracking import MetricsLog, wandb_mirror
+
+if TYPE_CHECKING:
+    from msa_lab.data import Data
 
 
 class TrainingStoppedError(Exception):
@@ -156,10 +159,10 @@ def _fit(
     log = MetricsLog(run, mirror)
     learner = Learner(plain, environment["path"], data)
     validation, stop = Validation(data), StopOnSignal()
-    callbacks: list[L.Callback] = [stop, validation]
+    callbacks: list[L.Callback] = [_Timekeeper(log), stop, validation]
     if config.selections.records and any(kind != "dense" for kind in config.model.attention_kinds):
         callbacks.append(SelectionRecorder(run, config, data))
-    callbacks += [Checkpoints(run), _Timekeeper(run, log)]
+    callbacks.append(Checkpoints(run))
     if progress:
         callbacks.append(Progress(f"{config.arm} seed {config.seed}"))
     trainer = _trainer(config, log, callbacks, devices)
@@ -203,11 +206,11 @@ def _trainer(config: RunConfig, log: MetricsLog, callbacks: list[L.Callback], de
 class _Timekeeper(L.Callback):
     """Adds up the wall time of a run over its restarts, and rewinds the metrics to where training goes on."""
 
-    def __init__(self, run: Run, log: MetricsLog) -> None:
-        self.run, self.log, self.seconds, self.began = run, log, 0.0, time.perf_counter()
+    def __init__(self, metrics: MetricsLog) -> None:
+        self.metrics, self.seconds, self.began = metrics, 0.0, time.perf_counter()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.log.rewind(trainer.global_step)
+        self.metrics.rewind(trainer.global_step)
         self.began = time.perf_counter()
 
     def state_dict(self) -> dict[str, float]:
@@ -231,6 +234,7 @@ def _result(
 ) -> dict[str, Any]:
     model, train, parameters = config.model, config.train, count_parameters(config.model)
     per_step = train.batch_size * config.data.context_length
+    rows = train.validation_batches * train.batch_size
     sparse = flops_per_token(model, config.data.context_length, phase="sparse").training.total
     warmup = flops_per_token(model, config.data.context_length, phase="warmup").training.total
     own = train.last_step - train.fork_step
@@ -258,7 +262,7 @@ def _result(
         "flops_per_token": sparse,
         "flops_total": before.get("flops_total", 0.0)
         + per_step * (warmup_steps * warmup + (own - warmup_steps) * sparse),
-        "bigram_bits_per_byte": data.bigram_bits_per_byte(),
+        "bigram_bits_per_byte": data.bigram_bits_per_byte(rows),
         **scores,
         "path": environment["path"],
         "path_reason": environment["path_reason"],

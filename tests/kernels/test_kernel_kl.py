@@ -83,7 +83,7 @@ def test_a_proxy_that_copies_its_head_has_no_divergence_and_no_gradient(dense):
         selection = reference.select_blocks(q_proxy, k_proxy, top_k_blocks=16)
         _, lse = reference.sparse_attention(q, k, v, selection)
         kl = reference.proxy_kl(q_proxy, k_proxy, q, k, lse, selection)
-    assert float(kl.abs().max()) < 1e-6
+    assert float(kl.detach().abs().max()) < 1e-6
     assert all(float(grad.abs().max()) < 1e-6 for grad in torch.autograd.grad(kl.sum(), (q_proxy, k_proxy)))
 
 
@@ -188,6 +188,6 @@ def test_following_the_gradient_teaches_the_proxy_where_its_heads_look():
         step().kl.sum().backward()
         optimizer.step()
     after = step()
-    assert float(after.kl.sum()) < 0.7 * float(before.kl.sum())
+    assert after.kl.sum().item() < 0.7 * before.kl.sum().item()
     assert recall(after.selection) > recall(before.selection) + 0.1
     assert all(not torch.equal(weight, first) for weight, first in zip(weights, start, strict=True))

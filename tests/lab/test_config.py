@@ -41,7 +41,7 @@ from msa_lab.runs import arm_folder
         (lambda: RunConfig(data=DataConfig(source="recall")), r"data\.recall\.block_size=16: must equal .*=128"),
     ],
 )
-def test_an_impossible_value_is_named_with_its_rule_and_a_way_out(make, message: str) -> None:  # noqa: ANN001
+def test_an_impossible_value_is_named_with_its_rule_and_a_way_out(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -11,6 +11,11 @@ from tiny import tiny_run, write_corpus
 from msa_lab.runs import Run
 from msa_lab.train import train
 
+CHANGES = {
+    "dense": {"model": {"attention": "dense"}, "train": {"steps": 6}},
+    "no-kl": {"train": {"steps": 6, "kl_weight": 0.0}},
+    "msa": {"train": {"steps": 6, "proxy_warmup_steps": 2, "log_every": 3, "accumulate": 2}},
+}
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -18,16 +23,20 @@ sys.path.insert(0, {tests!r})
 from tiny import tiny_run
 from msa_lab.train import train
 if __name__ == "__main__":
-    train(tiny_run(Path({corpus!r}), **{changes!r}), root={root!r}, cache={cache!r}, progress=False,
-          wandb="disabled", devices=2)
+    for changes in {changes!r}:
+        train(tiny_run(Path({corpus!r}), **changes), root={root!r}, cache={cache!r}, progress=False,
+              wandb="disabled", devices=2)
 """
 
 
-def fit_on_two(corpus: Path, folder: Path, **changes: object) -> Run:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the runs of all cases, trained by two processes."""
+    folder = tmp_path_factory.mktemp("ddp")
     text = SCRIPT.format(
         tests=str(Path(__file__).parent),
-        corpus=str(corpus),
-        changes=changes,
+        corpus=str(write_corpus(folder / "corpus")),
+        changes=list(CHANGES.values()),
         root=str(folder / "two"),
         cache=str(folder / "cache"),
     )
@@ -35,24 +44,14 @@ def fit_on_two(corpus: Path, folder: Path, **changes: object) -> Run:
     script.write_text(text)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
-    return Run.of(tiny_run(corpus, **changes), folder / "two")
+    return folder
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model": {"attention": "dense"}, "train": {"steps": 6}},
-        {"train": {"steps": 6, "kl_weight": 0.0}},
-        {"train": {"steps": 6, "proxy_warmup_steps": 2, "log_every": 3, "accumulate": 2}},
-    ],
-    ids=["dense", "no-kl", "msa-logged-every-3"],
-)
-def test_two_processes_train_the_model_of_one(changes: dict, tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus")
-    two = fit_on_two(corpus, tmp_path, **changes)
-    one = train(
-        tiny_run(corpus, **changes), root=tmp_path / "one", cache=tmp_path / "cache", progress=False, wandb="disabled"
-    )
+@pytest.mark.parametrize("case", CHANGES)
+def test_two_processes_train_the_model_of_one(case: str, folder: Path) -> None:
+    config = tiny_run(folder / "corpus", **CHANGES[case])
+    two = Run.of(config, folder / "two")
+    one = train(config, root=folder / "one", cache=folder / "cache", progress=False, wandb="disabled")
     both = one.metrics.merge(two.metrics, on=["step", "name"], suffixes=("", "_two"))
     both = both[both.name != "tokens_per_second"]
     assert len(both) == sum(one.metrics.name != "tokens_per_second")
@@ -62,4 +61,9 @@ def test_two_processes_train_the_model_of_one(changes: dict, tmp_path: Path) -> 
     ours, theirs = (torch.load(r.path / "last.ckpt", weights_only=True)["state_dict"] for r in (two, one))
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, atol=2e-4, rtol=2e-3, msg=name)
-    assert len(list((tmp_path / "two").rglob("result.json"))) == 1
+
+
+def test_two_processes_leave_one_folder_a_run(folder: Path) -> None:
+    for name in ("result.json", "last.ckpt", "model.safetensors"):
+        assert len(list((folder / "two").rglob(name))) == len(CHANGES)
+    assert not list(folder.rglob("*.partial"))

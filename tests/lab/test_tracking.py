@@ -40,7 +40,7 @@ def test_a_zero_is_logged_as_zero_and_floats_survive_exactly(tmp_path: Path) -> 
     assert values["tiny"] == 1e-300
 
 
-@pytest.mark.parametrize("torn", ["16,lo", "16,loss", "16,loss,", "16,loss,-", "1"])
+@pytest.mark.parametrize("torn", ["16,lo", "16,loss", "16,loss,", "16,loss,-", "16,loss,1.2", "1"])
 def test_a_torn_last_line_is_left_out_and_removed(torn: str, tmp_path: Path) -> None:
     log = log_in(tmp_path)
     log.log_metrics({"loss": 1.0}, 15)

@@ -1,0 +1,111 @@
+"""Everything that is read from run folders, read once: what tables, figures and the report are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from msa_analysis import quality, specialization
+from msa_analysis.tally import tally
+from msa_lab.runs import Run, find
+
+
+@dataclass(frozen=True)
+class Selected:
+    """A run's selection log, reduced to the layers whose proxies choose."""
+
+    label: str
+    data: xr.Dataset
+    sums: xr.Dataset
+    summary: pd.DataFrame
+    dynamics: pd.DataFrame
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Runs and what they left behind."""
+
+    runs: list[Run]
+    table: pd.DataFrame
+    selected: dict[str, Selected]
+    """By run folder; runs without proxies or without a log are missing."""
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Run folder to `arm, seed k`."""
+        return {row.run: f"{row.arm}, seed {row.seed}" for row in self.table.itertuples()}
+
+    def specialization(self) -> pd.DataFrame:
+        """`summary` of every run, with columns arm, seed and run."""
+        return self._stacked({path: item.summary for path, item in self.selected.items()})
+
+    def dynamics(self) -> pd.DataFrame:
+        """Every record of every run, with columns arm, seed and run."""
+        return self._stacked({path: item.dynamics for path, item in self.selected.items()})
+
+    def metrics(self) -> pd.DataFrame:
+        """`metrics.csv` of every run, with columns arm, seed and run."""
+        return self._stacked({str(run.path): run.metrics for run in self.runs})
+
+    def _stacked(self, frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
+        by_run = self.table.set_index("run")
+        parts = [
+            frame.assign(arm=by_run.loc[path, "arm"], seed=by_run.loc[path, "seed"], run=path)
+            for path, frame in frames.items()
+        ]
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+def collect(runs: Evidence | Sequence[Run] | str | Path) -> Evidence:
+    """Read the finished runs, or all finished runs below a folder; what was read already is returned as it is.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if isinstance(runs, Evidence):
+        return runs
+    runs = find(runs) if isinstance(runs, str | Path) else list(runs)
+    if not runs:
+        raise ValueError("runs=[]: nothing to report; train a run first")
+    table = quality.table(runs)
+    labels = {row.run: f"{row.arm}, seed {row.seed}" for row in table.itertuples()}
+    logs = {str(run.path): _selected(run, labels[str(run.path)]) for run in runs}
+    return Evidence(runs, table, {path: item for path, item in logs.items() if item is not None})
+
+
+def _selected(run: Run, label: str) -> Selected | None:
+    from msa_lab.selections import open_selections
+
+    kinds = run.config.model.attention_kinds
+    if "msa" not in kinds or not (run.path / "selections.zarr").exists():
+        return None
+    data = open_selections(run)
+    data = data.isel(layer=np.flatnonzero([kinds[layer] == "msa" for layer in data["layer"].values]))
+    if data.sizes["step"] == 0:
+        return None
+    sums = tally(data)
+    return Selected(label, data, sums, specialization.summary(sums), specialization.dynamics(sums))
+
+
+def over_seeds(frame: pd.DataFrame) -> pd.DataFrame:
+    """Numbers of whole runs (layer missing) by arm and metric: mean over seeds, t interval, n.
+
+    Columns arm, metric, value, low, high, null, n, over ("seeds", or "documents" with one seed), reason.
+    """
+    rows = []
+    whole = frame[frame["layer"].isna()] if len(frame) else frame
+    for (arm, metric), part in whole.groupby(["arm", "metric"], sort=False) if len(frame) else []:
+        first, null = part.iloc[0], part["null"].mean()
+        numbers = {"value": first["value"], "low": first["low"], "high": first["high"], "n": int(first["documents"])}
+        over, reason = "documents", first["reason"]
+        if len(part) > 1:
+            mean, low, high = quality.t_interval(part["value"].to_numpy(float))
+            numbers, over = {"value": mean, "low": low, "high": high, "n": len(part)}, "seeds"
+            reason = "" if np.isfinite(low) else "; ".join(part["reason"][part["reason"] != ""].unique())
+        rows.append({"arm": arm, "metric": metric, **numbers, "null": null, "over": over, "reason": reason})
+    return pd.DataFrame(rows, columns=["arm", "metric", "value", "low", "high", "null", "n", "over", "reason"])

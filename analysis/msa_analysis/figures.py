@@ -1,0 +1,229 @@
+"""One function a figure: tidy data in, matplotlib Figure out.
+
+Figures are made without pyplot: none is registered anywhere, so none can be left open, and no display is needed.
+Distances and positions are in blocks, with tokens on a second axis or in the label. An arm has one colour everywhere.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+INK, FAINT, NULL = "#22262b", "#8a9099", "#6b7078"
+STYLE = {
+    "axes.edgecolor": FAINT,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": "medium",
+    "figure.dpi": 100,
+    "font.size": 10,
+    "grid.color": "#e6e8eb",
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "svg.hashsalt": "msa",
+    "text.color": INK,
+    "xtick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.color": FAINT,
+    "ytick.labelcolor": INK,
+}
+DYNAMICS = {
+    "recency": ("recency index", "0.5: uniform choice"),
+    "block_recall": ("block recall", "chance"),
+    "mutual_information": ("I(proxy; distance), bits", "0: no division of labour"),
+    "kappa": ("overlap of proxies, kappa", "0: chance"),
+}
+"""Metric, axis label, meaning of its null."""
+
+
+def palette(arms: Iterable[str]) -> dict[str, tuple[float, float, float]]:
+    """A colour for each arm, by its place in alphabetical order, so that all figures of a study agree."""
+    names = sorted(set(arms))
+    colours = sns.color_palette("colorblind" if len(names) <= 10 else "husl", max(len(names), 1))
+    return dict(zip(names, colours, strict=False))
+
+
+def save(figure: Figure, target: str | Path | io.BytesIO, *, kind: str = "png", dpi: int = 200) -> None:
+    """Write the figure as png or svg; the same figure gives the same bytes."""
+    figure.savefig(target, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None)
+
+
+def distance_profiles(profile: pd.DataFrame, *, block_size: int, title: str = "") -> Figure:
+    """Where each proxy looks, a panel a layer: share of learned slots by log2 distance, with its null and teacher.
+
+    Takes `specialization.distance_profile` of one run; the last record is drawn.
+    """
+    last = profile[(profile["step"] == profile["step"].max()) & (profile["null"] > 0)]
+    layers = sorted(last["layer"].unique())
+    figure, axes = _grid(len(layers), height=2.9, sharey=True)
+    proxies = sorted(last["proxy"].unique())
+    colours = sns.color_palette("flare", len(proxies))
+    for axis, layer in zip(axes, layers, strict=True):
+        part = last[(last["layer"] == layer) & (last["metric"] == "distance_profile")]
+        labels = list(part.drop_duplicates("bin").sort_values("bin")["distance"])
+        for proxy, colour in zip(proxies, colours, strict=True):
+            line = part[part["proxy"] == proxy].sort_values("bin")
+            _with_interval(axis, np.arange(len(line)), line, colour, f"proxy {proxy}")
+        teacher = last[(last["layer"] == layer) & (last["metric"] == "distance_profile_teacher")]
+        wanted = teacher.groupby("bin")["value"].mean()
+        axis.plot(np.arange(len(wanted)), wanted, ":", color=INK, label="teacher (mean of groups)")
+        uniform = part.groupby("bin")["null"].mean()
+        axis.plot(np.arange(len(uniform)), uniform, "--", color=NULL, label="null: uniform choice")
+        axis.set(title=f"layer {layer}", xticks=np.arange(len(labels)), ylim=(0, None))
+        axis.set_xticklabels(labels, fontsize="small")
+        axis.set_xlabel(f"distance, blocks back (1 block = {block_size} tokens)")
+    axes[0].set_ylabel("share of learned slots")
+    return _finish(figure, axes, title)
+
+
+def training_dynamics(dynamics: pd.DataFrame, *, switches: Sequence[int] = (), title: str = "") -> Figure:
+    """Recency, recall, mutual information and overlap against the step: a line a run, the band its interval.
+
+    Takes `Evidence.dynamics()`; the mean over layers is drawn, with its null dashed and the switch to sparse attention
+    as a vertical line.
+    """
+    whole = dynamics[dynamics["layer"].isna()]
+    colours = palette(whole["arm"])
+    figure, axes = _grid(len(DYNAMICS), columns=2, height=2.6)
+    for axis, (metric, (label, meaning)) in zip(axes, DYNAMICS.items(), strict=True):
+        part = whole[whole["metric"] == metric]
+        _lines(axis, part, colours, marker=".")
+        for (arm, _), line in part.sort_values("step").groupby(["arm", "run"]):
+            axis.fill_between(line["step"], line["low"], line["high"], color=colours[arm], alpha=0.15, lw=0)
+        null = part.groupby("step")["null"].mean()
+        axis.plot(null.index, null, "--", color=NULL, lw=1.2, label="null")
+        if not np.isfinite(part["value"].to_numpy(float)).any():
+            reason = part["reason"].iloc[0] if len(part) else "not recorded"
+            axis.text(0.5, 0.5, f"not defined\n{reason}", ha="center", va="center", transform=axis.transAxes)
+        _mark(axis, switches)
+        axis.set(title=f"{label} (dashed: {meaning})", xlabel="optimizer step", ylabel="")
+    return _finish(figure, axes, title)
+
+
+def kl_curves(metrics: pd.DataFrame, *, switches: Sequence[int] = (), title: str = "") -> Figure:
+    """KL of the proxies to their teacher, a panel a run and a line a layer, nats (mean over proxies and queries).
+
+    Takes `Evidence.metrics()`. Values of different numbers of proxies, and before and after the switch, are not
+    comparable: the teacher is another one.
+    """
+    part = metrics[metrics["name"].str.fullmatch(r"train/kl/layer\d+")]
+    runs = list(part.groupby(["arm", "seed"], sort=True))
+    figure, axes = _grid(len(runs), columns=2, height=2.6, sharey=True)
+    for axis, ((arm, seed), run) in zip(axes, runs, strict=True):
+        layers = sorted(run["name"].unique(), key=lambda name: int(name.removeprefix("train/kl/layer")))
+        for name, colour in zip(layers, sns.color_palette("crest", len(layers)), strict=True):
+            line = run[run["name"] == name].sort_values("step")
+            axis.plot(line["step"], line["value"], color=colour, label=name.removeprefix("train/kl/"), lw=1.2)
+        _mark(axis, switches)
+        axis.set(title=f"{arm}, seed {seed}", xlabel="optimizer step", yscale="log")
+        axis.set_ylabel("KL, nats (log scale)")
+    return _finish(figure, axes, title)
+
+
+def loss_curves(
+    metrics: pd.DataFrame, *, bigram: float = np.nan, switches: Sequence[int] = (), title: str = ""
+) -> Figure:
+    """Training cross-entropy and validation quality against the step, a line a run, coloured by arm.
+
+    Takes `Evidence.metrics()`; the corpus' bigram table is drawn where its bits per byte are given.
+    """
+    scored, unit = "validation/bits_per_byte", "bits per byte"
+    if not (metrics["name"] == scored).any():
+        scored, unit = "validation/loss", "nats per token"
+    colours = palette(metrics["arm"])
+    figure, axes = _grid(2, columns=2, height=3.2)
+    for axis, name, label, marker in ((axes[0], "train/ce", "nats per token", ""), (axes[1], scored, unit, ".")):
+        _lines(axis, metrics[metrics["name"] == name], colours, marker=marker)
+        _mark(axis, switches)
+        axis.set(title=name.replace("/", " ").replace("_", " "), xlabel="optimizer step", ylabel=label)
+    if np.isfinite(bigram) and unit == "bits per byte":
+        axes[1].axhline(bigram, ls="--", color=NULL, label="bigram table")
+    return _finish(figure, axes, title)
+
+
+def quality_against_cost(table: pd.DataFrame, arms: pd.DataFrame, *, title: str = "") -> Figure:
+    """Quality against parameters, FLOPs and wall-clock: a dot a run, the bar its arm's t interval over seeds.
+
+    Takes `quality.table` and `quality.arms`. FLOPs by this project's formula (causal attention counted as half, the
+    proxies' scoring included). No bar with one seed. The bigram table is a dashed line.
+    """
+    metric = arms["metric"].iloc[0]
+    label = "bits per byte" if metric == "bits_per_byte" else "validation loss, nats per token"
+    colours = palette(table["arm"])
+    costs = {"parameters": "parameters", "flops_total": "training FLOPs", "wall_seconds": "training time, s"}
+    figure, axes = _grid(len(costs), columns=3, height=3.2, sharey=True)
+    for axis, (cost, name) in zip(axes, costs.items(), strict=True):
+        for row in arms.itertuples():
+            runs = table[table["arm"] == row.arm]
+            axis.scatter(runs[cost], runs[metric], color=colours[row.arm], s=16, alpha=0.5, lw=0)
+            bar = [[row.value - row.low], [row.high - row.value]] if np.isfinite(row.low) else None
+            axis.errorbar(
+                getattr(row, cost), row.value, yerr=bar, fmt="o", ms=6, capsize=3, color=colours[row.arm], label=row.arm
+            )
+        bigram = arms["bigram"].mean()
+        if metric == "bits_per_byte" and np.isfinite(bigram):
+            axis.axhline(bigram, ls="--", color=NULL, lw=1.2, label="bigram table")
+        axis.set_xlabel(name)
+        axis.margins(x=0.2)
+        axis.xaxis.set_major_locator(MaxNLocator(4))
+    axes[0].set_ylabel(f"{label} (lower is better)")
+    return _finish(figure, axes, title)
+
+
+def _grid(count: int, *, columns: int = 4, height: float = 2.6, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    columns = max(1, min(columns, count))
+    rows = -(-max(count, 1) // columns)
+    with mpl.rc_context(STYLE):
+        size = (max(10.0 if columns > 1 else 6.0, 2.6 * columns), height * rows + 0.7)
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.subplots(rows, columns, sharey=sharey, squeeze=False)
+    axes = list(grid.flat)
+    for spare in axes[count:]:
+        spare.remove()
+    return figure, axes[:count]
+
+
+def _with_interval(axis: Axes, x: np.ndarray, line: pd.DataFrame, colour: object, label: str) -> None:
+    bars = np.stack([line["value"] - line["low"], line["high"] - line["value"]])
+    axis.errorbar(x, line["value"], yerr=bars, color=colour, label=label, marker=".", capsize=2, elinewidth=1)
+
+
+def _lines(axis: Axes, frame: pd.DataFrame, colours: dict, *, marker: str) -> None:
+    """A line a run in the colour of its arm."""
+    style = {"hue": "arm", "palette": colours, "units": "run", "estimator": None, "marker": marker or None}
+    sns.lineplot(frame, x="step", y="value", ax=axis, markeredgewidth=0, **style)
+    if legend := axis.get_legend():
+        legend.remove()
+
+
+def _mark(axis: Axes, switches: Sequence[int]) -> None:
+    """The step at which attention becomes sparse."""
+    for step in sorted(set(switches)):
+        axis.axvline(step, color=FAINT, lw=1, ls=":", label="switch to sparse" if step == min(switches) else "_")
+
+
+def _finish(figure: Figure, axes: list[Axes], title: str) -> Figure:
+    """One legend for all panels, below them, and a title."""
+    entries: dict[str, object] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    if entries:
+        figure.legend(
+            list(entries.values()), list(entries), loc="outside lower center", ncols=min(5, len(entries)), frameon=False
+        )
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize="large")
+    return figure

@@ -1,0 +1,231 @@
+"""Which path computes, and the ops in its terms.
+
+A path is chosen from what the inputs are, never by trying: a wish (`backend=`, or the environment variable
+MSA_KERNELS) that cannot be met raises ValueError with the reason, and nothing falls back in silence.
+"""
+
+import os
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Float32, Int32
+from torch import Tensor
+
+from msa_kernels import checks, reference
+from msa_kernels.selection import Selection
+
+PATHS = ("reference", "flex", "cute")
+
+
+class MSAOutput(NamedTuple):
+    """What `msa_attention` gives."""
+
+    out: Float[Tensor, "batch sequence head value_dim"]
+    kl: Float[Tensor, "proxy"] | None
+    """KL of each proxy in nats, the mean over its queries; None with `with_kl=False`."""
+    selection: Selection
+
+
+def select_path(
+    *,
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int | None,
+    proxy_dim: int | None,
+    block_size: int,
+    backend: str | None = None,
+) -> tuple[str, str]:
+    """The path for such inputs ("reference", "flex" or "cute") and the reason for it.
+
+    `backend`, else the environment variable MSA_KERNELS, is a wish; ValueError where it cannot be met. A dim that plays
+    no part is None.
+    """
+    wish, source = (backend, "backend") if backend else (os.environ.get("MSA_KERNELS") or None, "MSA_KERNELS")
+    if wish is not None and wish not in PATHS:
+        raise ValueError(f"{source}={wish!r} is no path; use one of {', '.join(PATHS)}")
+    obstacles = {
+        "reference": None,
+        "flex": _flex_obstacle(device_type, dtype, head_dim, proxy_dim, block_size),
+        "cute": "this version has no CuTe DSL kernels",
+    }
+    if wish is not None:
+        if obstacles[wish]:
+            possible = " or ".join(path for path in PATHS if not obstacles[path])
+            raise ValueError(f"{source}={wish!r} cannot be used: {obstacles[wish]}; use {possible}")
+        return wish, f"asked for by {source}={wish}"
+    if obstacles["flex"] is None:
+        return "flex", f"the fastest path on {device_type}: {obstacles['cute']}"
+    return "reference", f"the only path for these inputs: {obstacles['flex']}"
+
+
+def block_scores(
+    q_proxy: Float[Tensor, "batch sequence proxy proxy_dim"],
+    k_proxy: Float[Tensor, "batch sequence proxy_kv_head proxy_dim"],
+    *,
+    block_size: int = 128,
+    cu_seqlens: Int32[Tensor, "offsets"] | None = None,
+    queries: tuple[int, int] | None = None,
+    backend: str | None = None,
+) -> Float32[Tensor, "batch proxy query block"]:
+    """`reference.block_scores` on the chosen path."""
+    path = _path(backend, block_size, q_proxy=q_proxy)
+    return path.block_scores(q_proxy, k_proxy, block_size=block_size, cu_seqlens=cu_seqlens, queries=queries)
+
+
+def select_blocks(
+    q_proxy: Float[Tensor, "batch sequence proxy proxy_dim"],
+    k_proxy: Float[Tensor, "batch sequence proxy_kv_head proxy_dim"],
+    *,
+    top_k_blocks: int,
+    block_size: int = 128,
+    cu_seqlens: Int32[Tensor, "offsets"] | None = None,
+    num_local_blocks: int = 1,
+    num_sink_blocks: int = 0,
+    backend: str | None = None,
+) -> Selection:
+    """`reference.select_blocks` on the chosen path."""
+    return _path(backend, block_size, q_proxy=q_proxy).select_blocks(
+        q_proxy,
+        k_proxy,
+        top_k_blocks=top_k_blocks,
+        block_size=block_size,
+        cu_seqlens=cu_seqlens,
+        num_local_blocks=num_local_blocks,
+        num_sink_blocks=num_sink_blocks,
+    )
+
+
+def sparse_attention(
+    q: Float[Tensor, "batch sequence head dim"],
+    k: Float[Tensor, "batch sequence kv_head dim"],
+    v: Float[Tensor, "batch sequence kv_head value_dim"],
+    selection: Selection,
+    *,
+    backend: str | None = None,
+) -> tuple[Float[Tensor, "batch sequence head value_dim"], Float[Tensor, "batch sequence head"]]:
+    """`reference.sparse_attention` on the chosen path."""
+    return _path(backend, selection.block_size, q=q).sparse_attention(q, k, v, selection)
+
+
+def dense_attention(
+    q: Float[Tensor, "batch sequence head dim"],
+    k: Float[Tensor, "batch sequence kv_head dim"],
+    v: Float[Tensor, "batch sequence kv_head value_dim"],
+    *,
+    cu_seqlens: Int32[Tensor, "offsets"] | None = None,
+    return_lse: bool = True,
+    backend: str | None = None,
+) -> tuple[Float[Tensor, "batch sequence head value_dim"], Float[Tensor, "batch sequence head"] | None]:
+    """`reference.dense_attention` on the chosen path."""
+    return _path(backend, 128, q=q).dense_attention(q, k, v, cu_seqlens=cu_seqlens, return_lse=return_lse)
+
+
+def proxy_kl(
+    q_proxy: Float[Tensor, "batch sequence proxy proxy_dim"],
+    k_proxy: Float[Tensor, "batch sequence proxy_kv_head proxy_dim"],
+    q: Float[Tensor, "batch sequence head dim"],
+    k: Float[Tensor, "batch sequence kv_head dim"],
+    lse: Float[Tensor, "batch sequence head"],
+    selection: Selection,
+    *,
+    backend: str | None = None,
+) -> Float[Tensor, "proxy"]:
+    """`reference.proxy_kl` on the chosen path."""
+    path = _path(backend, selection.block_size, q=q, q_proxy=q_proxy)
+    return path.proxy_kl(q_proxy, k_proxy, q, k, lse, selection)
+
+
+def dense_proxy_kl(
+    q_proxy: Float[Tensor, "batch sequence proxy proxy_dim"],
+    k_proxy: Float[Tensor, "batch sequence proxy_kv_head proxy_dim"],
+    q: Float[Tensor, "batch sequence head dim"],
+    k: Float[Tensor, "batch sequence kv_head dim"],
+    lse: Float[Tensor, "batch sequence head"],
+    *,
+    cu_seqlens: Int32[Tensor, "offsets"] | None = None,
+    backend: str | None = None,
+) -> Float[Tensor, "proxy"]:
+    """`reference.dense_proxy_kl` on the chosen path."""
+    path = _path(backend, 128, q=q, q_proxy=q_proxy)
+    return path.dense_proxy_kl(q_proxy, k_proxy, q, k, lse, cu_seqlens=cu_seqlens)
+
+
+def msa_attention(
+    q_proxy: Float[Tensor, "batch sequence proxy proxy_dim"],
+    k_proxy: Float[Tensor, "batch sequence proxy_kv_head proxy_dim"],
+    q: Float[Tensor, "batch sequence head dim"],
+    k: Float[Tensor, "batch sequence kv_head dim"],
+    v: Float[Tensor, "batch sequence kv_head value_dim"],
+    *,
+    selection: Selection | None = None,
+    top_k_blocks: int | None = None,
+    block_size: int = 128,
+    cu_seqlens: Int32[Tensor, "offsets"] | None = None,
+    num_local_blocks: int = 1,
+    num_sink_blocks: int = 0,
+    with_kl: bool = True,
+    backend: str | None = None,
+) -> MSAOutput:
+    """The training step's op: select, attend, and (unless `with_kl=False`) the proxies' KL on the same selection.
+
+    Give either `top_k_blocks`, which the four arguments after it belong to, or a `selection` made elsewhere, which
+    brings its own block size and documents. Gradients of `out` reach q, k and v; those of `kl` the proxies only.
+    """
+    if selection is not None and top_k_blocks is not None:
+        raise ValueError(f"selection and top_k_blocks={top_k_blocks} are both given; give exactly one of them")
+    checks.both_branches(q_proxy, k_proxy, q, k)
+    path = _path(backend, block_size if selection is None else selection.block_size, q=q, q_proxy=q_proxy)
+    if selection is not None:
+        if cu_seqlens is not None and selection.cu_seqlens is None:
+            raise ValueError("cu_seqlens is given but the selection was made without it; give it to what selects")
+        chosen = selection
+    elif top_k_blocks is None:
+        raise ValueError("neither selection nor top_k_blocks is given; give exactly one, such as top_k_blocks=16")
+    else:
+        chosen = path.select_blocks(
+            q_proxy,
+            k_proxy,
+            top_k_blocks=top_k_blocks,
+            block_size=block_size,
+            cu_seqlens=cu_seqlens,
+            num_local_blocks=num_local_blocks,
+            num_sink_blocks=num_sink_blocks,
+        )
+    out, lse = path.sparse_attention(q, k, v, chosen)
+    kl = path.proxy_kl(q_proxy, k_proxy, q, k, lse, chosen) if with_kl else None
+    return MSAOutput(out, kl, chosen)
+
+
+def _path(
+    backend: str | None, block_size: int, *, q: Tensor | None = None, q_proxy: Tensor | None = None
+) -> ModuleType:
+    given = q if q is not None else q_proxy
+    assert given is not None
+    path, _ = select_path(
+        device_type=given.device.type,
+        dtype=given.dtype,
+        head_dim=None if q is None else q.shape[-1],
+        proxy_dim=None if q_proxy is None else q_proxy.shape[-1],
+        block_size=block_size,
+        backend=backend,
+    )
+    if path == "reference":
+        return reference
+    from msa_kernels import flex  # here, because importing FlexAttention costs every CPU user
+
+    return flex
+
+
+def _flex_obstacle(
+    device_type: str, dtype: torch.dtype, head_dim: int | None, proxy_dim: int | None, block_size: int
+) -> str | None:
+    """Why FlexAttention cannot compute this, or None."""
+    if device_type != "cuda":
+        return f"FlexAttention trains on CUDA devices only, not on {device_type}"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"FlexAttention computes bfloat16, float16 and float32, not {dtype}".replace("torch.", "")
+    for name, dim in (("head_dim", head_dim), ("proxy_dim", proxy_dim)):
+        if dim is not None and dim < 16:
+            return f"FlexAttention needs {name} of at least 16, not {dim}"
+    return None

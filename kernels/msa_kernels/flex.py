@@ -1,0 +1,551 @@
+"""The operations on PyTorch's FlexAttention and compiled PyTorch: any CUDA GPU, no kernel of ours.
+
+The selection becomes a bit set per query, which FlexAttention's mask reads, and a list of the 128 x 128 tiles that
+hold any selected token, outside which nothing is computed. The proxies' scores and the KL are matrix products over
+chunks of queries, followed by one fused pass over the scores. No tensor is ever sequence x sequence.
+
+Everything is repeatable bit for bit: sums run in a fixed order, without atomics. Shapes are compiled as constants, so
+a new batch size or length compiles once more. On a CPU the functions run uncompiled, and FlexAttention has no backward
+pass there: that is for tests, `msa_kernels.reference` is for work.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Float32, Int32
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from msa_kernels import checks
+from msa_kernels.documents import layout, num_blocks
+from msa_kernels.selection import Selection, _ordered, _top_blocks
+
+TILE = 128
+"""FlexAttention's tile, queries and keys."""
+CHUNK_SCORES = 2**26
+"""The most scores of all heads held at one time (256 MiB in fp32)."""
+KEY_LENGTHS = 4
+"""Causal chunks look at so many different numbers of keys: more waste less work and compile longer."""
+UNROLLED_WORDS = 8
+"""Bit sets up to so many words are read by selects, whose loads do not depend on the key; longer ones by an index."""
+GRADIENT_SCALE = 1024.0
+"""Keeps student minus teacher, at most 1, clear of fp16's smallest numbers."""
+COMPILED_SHAPES = 64
+"""Dynamo gives up after 8 compilations of one function by default."""
+
+
+def block_scores(
+    q_proxy: Float[Tensor, "batch sequence proxy proxy_dim"],
+    k_proxy: Float[Tensor, "batch sequence proxy_kv_head proxy_dim"],
+    *,
+    block_size: int = 128,
+    cu_seqlens: Tensor | None = None,
+    queries: tuple[int, int] | None = None,
+) -> Float32[Tensor, "batch proxy query block"]:
+    """As `msa_kernels.reference.block_scores`."""
+    checks.proxy_branch(q_proxy, k_proxy)
+    checks.budget(1, block_size, 0, 0)
+    batch, sequence, num_proxies, _ = q_proxy.shape
+    first, last = checks.query_range(queries, sequence)
+    count = num_blocks(sequence, block_size)
+    with torch.no_grad():
+        start = _starts(batch, sequence, cu_seqlens, q_proxy.device)
+        parts = [q_proxy.new_empty(batch, num_proxies, 0, count, dtype=torch.float32)]
+        for _, scores, query, row_start in _proxy_chunks(q_proxy, k_proxy, start, first, last):
+            pooled = _compiled(_pool)(scores, query, row_start, block_size, q_proxy.shape[-1])
+            parts.append(F.pad(pooled, (0, count - pooled.shape[-1]), value=-torch.inf))
+        return torch.cat(parts, 2)
+
+
+def select_blocks(
+    q_proxy: Float[Tensor, "batch sequence proxy proxy_dim"],
+    k_proxy: Float[Tensor, "batch sequence proxy_kv_head proxy_dim"],
+    *,
+    top_k_blocks: int,
+    block_size: int = 128,
+    cu_seqlens: Tensor | None = None,
+    num_local_blocks: int = 1,
+    num_sink_blocks: int = 0,
+) -> Selection:
+    """As `msa_kernels.reference.select_blocks`."""
+    checks.proxy_branch(q_proxy, k_proxy)
+    checks.budget(top_k_blocks, block_size, num_local_blocks, num_sink_blocks)
+    start = _starts(q_proxy.shape[0], q_proxy.shape[1], cu_seqlens, q_proxy.device)
+    rule = (top_k_blocks, block_size, num_local_blocks, num_sink_blocks)
+    blocks = torch.ops.msa_kernels.flex_select_blocks(q_proxy.detach(), k_proxy.detach(), start, *rule)
+    return Selection(blocks, block_size, cu_seqlens)
+
+
+def sparse_attention(
+    q: Float[Tensor, "batch sequence head dim"],
+    k: Float[Tensor, "batch sequence kv_head dim"],
+    v: Float[Tensor, "batch sequence kv_head value_dim"],
+    selection: Selection,
+) -> tuple[Float[Tensor, "batch sequence head value_dim"], Float[Tensor, "batch sequence head"]]:
+    """As `msa_kernels.reference.sparse_attention`."""
+    checks.main_branch(q, k, v)
+    checks.selection(*selection, q, k.shape[2])
+    start = _starts(q.shape[0], q.shape[1], selection.cu_seqlens, q.device)
+    return _compiled(_sparse_attention)(q, k, v, selection.blocks, start, selection.block_size)
+
+
+def dense_attention(
+    q: Float[Tensor, "batch sequence head dim"],
+    k: Float[Tensor, "batch sequence kv_head dim"],
+    v: Float[Tensor, "batch sequence kv_head value_dim"],
+    *,
+    cu_seqlens: Tensor | None = None,
+    return_lse: bool = True,
+) -> tuple[Float[Tensor, "batch sequence head value_dim"], Float[Tensor, "batch sequence head"] | None]:
+    """As `msa_kernels.reference.dense_attention`, by PyTorch's own fused kernels where they serve.
+
+    Without `return_lse` the second result is None and PyTorch chooses its fastest kernel (under
+    `torch.use_deterministic_algorithms` a deterministic one); with it, the same one that is chosen then.
+    """
+    checks.main_branch(q, k, v)
+    dim = q.shape[-1]
+    if (
+        cu_seqlens is None
+        and q.is_cuda
+        and q.dtype in checks.HALF
+        and v.shape[-1] == dim
+        and dim % 8 == 0
+        and dim <= 256
+    ):
+        by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if not return_lse:
+            return F.scaled_dot_product_attention(*by_head, is_causal=True, enable_gqa=True).transpose(1, 2), None
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(*by_head, 0.0, True, False)[:2]
+        return out.transpose(1, 2), lse.transpose(1, 2).detach()
+    start = _starts(q.shape[0], q.shape[1], cu_seqlens, q.device)
+    out, lse = _compiled(_dense_attention)(q, k, v, start)
+    return out, lse if return_lse else None
+
+
+def proxy_kl(
+    q_proxy: Float[Tensor, "batch sequence proxy proxy_dim"],
+    k_proxy: Float[Tensor, "batch sequence proxy_kv_head proxy_dim"],
+    q: Float[Tensor, "batch sequence head dim"],
+    k: Float[Tensor, "batch sequence kv_head dim"],
+    lse: Float[Tensor, "batch sequence head"],
+    selection: Selection,
+) -> Float[Tensor, "proxy"]:
+    """As `msa_kernels.reference.proxy_kl`; the gradients are made in the forward pass, together with the value."""
+    checks.both_branches(q_proxy, k_proxy, q, k)
+    checks.selection(*selection, q, k.shape[2])
+    checks.lse(lse, q)
+    num_proxies, selected = q_proxy.shape[2], selection.blocks.shape[1]
+    checks.shared_selection(selected, num_proxies)
+    blocks = selection.blocks
+    if selected != num_proxies:
+        blocks = blocks.repeat_interleave(num_proxies // selected, 1)
+    return _kl(q_proxy, k_proxy, q, k, lse, blocks, selection.cu_seqlens, selection.block_size)
+
+
+def dense_proxy_kl(
+    q_proxy: Float[Tensor, "batch sequence proxy proxy_dim"],
+    k_proxy: Float[Tensor, "batch sequence proxy_kv_head proxy_dim"],
+    q: Float[Tensor, "batch sequence head dim"],
+    k: Float[Tensor, "batch sequence kv_head dim"],
+    lse: Float[Tensor, "batch sequence head"],
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> Float[Tensor, "proxy"]:
+    """As `msa_kernels.reference.dense_proxy_kl`."""
+    checks.both_branches(q_proxy, k_proxy, q, k)
+    checks.lse(lse, q)
+    return _kl(q_proxy, k_proxy, q, k, lse, None, cu_seqlens, 1)
+
+
+# The support: which keys a query may see.
+
+
+def _starts(batch: int, sequence: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor | None:
+    """Position in the row of each token's document, None where every row is one document."""
+    return None if cu_seqlens is None else layout(batch, sequence, 1, cu_seqlens, device).start
+
+
+def _bit_set(blocks: Int32[Tensor, "batch proxy query slot"], count: int) -> Int32[Tensor, "word batch proxy query"]:
+    """The selected ids below `count` as bits: block b is bit b % 32 of word b // 32."""
+    word = torch.arange(-(-count // 32), dtype=torch.int32, device=blocks.device)[:, None, None, None, None]
+    bit = torch.ones_like(blocks) << (blocks & 31)
+    return torch.where(blocks >> 5 == word, bit, 0).sum(-1, dtype=torch.int32)
+
+
+def _sees(
+    bits: Tensor | None,
+    start: Tensor | None,
+    block_size: int,
+    at: tuple[Tensor, Tensor, Tensor],
+    query: Tensor,
+    key: Tensor,
+) -> Tensor:
+    """Whether a query may see a key. `at` = (row of the batch, proxy, index of the query in `bits` and `start`)."""
+    batch, proxy, index = at
+    causal = key <= query
+    if start is not None:
+        key = key - start[batch, index]
+        causal = causal & (key >= 0)
+    if bits is None:
+        return causal
+    block = key.clamp(min=0) // block_size
+    if bits.shape[0] > UNROLLED_WORDS:
+        word = bits[block >> 5, batch, proxy, index]
+    else:
+        word = bits[batch * 0, batch, proxy, index]
+        for i in range(1, bits.shape[0]):
+            word = torch.where(block >> 5 == i, bits[batch * 0 + i, batch, proxy, index], word)
+    return causal & ((word >> (block & 31)) & 1 == 1)
+
+
+# Attention.
+
+
+def _sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, start: Tensor | None, block_size: int
+) -> tuple[Tensor, Tensor]:
+    group = q.shape[2] // blocks.shape[1]
+    bits = _bit_set(blocks, num_blocks(q.shape[1], block_size))
+
+    def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return _sees(bits, start, block_size, (batch, head // group, query), query, key)
+
+    tiles = _selected_tiles(blocks, start, block_size).repeat_interleave(group, 1)
+    return _attend(q, k, v, tiles, mask)
+
+
+def _dense_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return _sees(None, start, 1, (batch, head, query), query, key)
+
+    tile = torch.arange(-(-q.shape[1] // TILE), device=q.device)
+    tiles = (tile <= tile[:, None])[None, None]
+    if start is not None:
+        # Documents follow one another: the first query of a tile has the oldest document.
+        tiles = tiles & (tile >= (start[:, None, ::TILE, None] // TILE))
+    return _attend(q, k, v, tiles, mask)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Bool[Tensor, "batch head query_tile key_tile"],
+    mask: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    lengths = q.shape[1], k.shape[1]
+    keys, queries = _listed(tiles), _listed(tiles.transpose(-1, -2))
+    block_mask = BlockMask(lengths, *keys, None, None, *queries, None, None, (TILE, TILE), mask)
+    out, aux = flex_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        block_mask=block_mask,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # the kernel for few queries wants other tiles
+    )
+    assert aux.lse is not None
+    return out.transpose(1, 2), aux.lse.transpose(1, 2).detach()
+
+
+def _listed(tiles: Bool[Tensor, "*rows tile"]) -> tuple[Int32[Tensor, "*rows"], Int32[Tensor, "*rows tile"]]:
+    """How many tiles each row has, and their indices in ascending order, followed by the others'."""
+    order = torch.argsort(tiles.int(), dim=-1, descending=True, stable=True)
+    return tiles.sum(-1, dtype=torch.int32), order.to(torch.int32, memory_format=torch.contiguous_format)
+
+
+def _selected_tiles(
+    blocks: Int32[Tensor, "batch proxy query slot"], start: Tensor | None, block_size: int
+) -> Bool[Tensor, "batch proxy query_tile key_tile"]:
+    """The tiles that hold a token selected by any query of the tile's rows."""
+    batch, proxies, sequence, _ = blocks.shape
+    count = -(-sequence // TILE)
+    first = blocks.long() * block_size
+    if start is not None:
+        first = first + start[:, None, :, None]
+    query = torch.arange(sequence, device=blocks.device)[:, None]
+    last = torch.minimum(first + block_size - 1, query)
+    aligned = start is None and (TILE % block_size == 0 or block_size % TILE == 0)
+    most = -(-block_size // TILE) if aligned else (block_size - 2) // TILE + 2
+    tile = first[..., None] // TILE + torch.arange(most, device=blocks.device)
+    # One column more than there are tiles: slots without a block go there.
+    tile = torch.where((blocks[..., None] >= 0) & (tile * TILE <= last[..., None]), tile, count)
+    tile = F.pad(tile.flatten(3), (0, 0, 0, count * TILE - sequence), value=count)
+    found = torch.zeros(batch, proxies, count, count + 1, dtype=torch.bool, device=blocks.device)
+    return found.scatter(-1, tile.view(batch, proxies, count, -1), True)[..., :count]
+
+
+# The proxies' scores.
+
+
+def _chunks(first: int, last: int, sequence: int, heads: int) -> Iterator[tuple[int, int, int]]:
+    """Ranges of queries, each with the number of keys to look at: few different numbers, because each is compiled."""
+    size = max(1, CHUNK_SCORES // (heads * sequence))
+    size = size // TILE * TILE or size
+    step = -(-sequence // (KEY_LENGTHS * TILE)) * TILE if sequence > 16 * TILE else sequence
+    for start in range(first, last, size):
+        stop = min(start + size, last)
+        yield start, stop, min(sequence, -(-stop // step) * step)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product, accumulated and given in fp32 or wider."""
+    if a.dtype not in checks.HALF:
+        return torch.bmm(a, b)
+    if a.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """(batch, sequence, heads, dim) to (batch * groups, heads / groups * sequence, dim)."""
+    batch, _, _, dim = x.shape
+    return x.transpose(1, 2).reshape(batch * groups, -1, dim)
+
+
+def _scores(q: Tensor, keys: Float[Tensor, "batch*groups key dim"]) -> Float[Tensor, "batch head query key"]:
+    """Dot products, unscaled, of the queries of a chunk (batch, query, head, dim) with the keys of their group."""
+    batch, queries, heads, _ = q.shape
+    scores = _matmul(_by_group(q, keys.shape[0] // batch), keys.transpose(1, 2))
+    return scores.view(batch, heads, queries, keys.shape[1])
+
+
+def _proxy_chunks(
+    q_proxy: Tensor, k_proxy: Tensor, start: Tensor | None, first: int, last: int
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
+    """For each chunk of queries: their range, the proxies' dot products, positions and documents' starts."""
+    batch, sequence, num_proxies, _ = q_proxy.shape
+    keys = _by_group(k_proxy, k_proxy.shape[2])
+    query = torch.arange(sequence, dtype=torch.int32, device=q_proxy.device)
+    for begin, end, length in _chunks(first, last, sequence, batch * num_proxies):
+        rows = slice(begin, end)
+        with torch.autocast(q_proxy.device.type, enabled=False):
+            scores = _scores(q_proxy[:, rows], keys[:, :length])
+        yield rows, scores, query[rows], None if start is None else start[:, rows]
+
+
+def _pool(scores: Tensor, query: Tensor, start: Tensor | None, block_size: int, dim: int) -> Tensor:
+    """The largest visible scaled score of each block of the query's document."""
+    length = scores.shape[-1]
+    count = num_blocks(length, block_size)
+    key = torch.arange(count * block_size, dtype=torch.int32, device=scores.device)
+    if start is None:
+        scores = F.pad(scores, (0, count * block_size - length))
+    else:
+        key = key + start[:, None, :, None]
+        scores = scores.gather(-1, key.clamp(max=length - 1).long().expand(-1, scores.shape[1], -1, -1))
+    scores = torch.where(key <= query[:, None], scores * dim**-0.5, -torch.inf)
+    return scores.unflatten(-1, (count, block_size)).amax(-1).float()
+
+
+def _choose(
+    scores: Tensor, query: Tensor, start: Tensor | None, rule: tuple[int, int, int, int], dim: int
+) -> Int32[Tensor, "batch proxy query slot"]:
+    top_k_blocks, block_size, num_local_blocks, num_sink_blocks = rule
+    pooled = _pool(scores, query, start, block_size, dim)
+    own = (query.expand(scores.shape[0], -1) if start is None else query - start) // block_size
+    return _top_blocks(_ordered(pooled), own, top_k_blocks, num_local_blocks, num_sink_blocks)
+
+
+@torch.library.custom_op("msa_kernels::flex_select_blocks", mutates_args=())
+def _select_blocks(
+    q_proxy: Tensor,
+    k_proxy: Tensor,
+    start: Tensor | None,
+    top_k_blocks: int,
+    block_size: int,
+    num_local_blocks: int,
+    num_sink_blocks: int,
+) -> Tensor:
+    rule = (top_k_blocks, block_size, num_local_blocks, num_sink_blocks)
+    batch, sequence, num_proxies, dim = q_proxy.shape
+    blocks = q_proxy.new_empty(batch, num_proxies, sequence, top_k_blocks, dtype=torch.int32)
+    with torch.no_grad():
+        for rows, scores, query, row_start in _proxy_chunks(q_proxy.detach(), k_proxy.detach(), start, 0, sequence):
+            blocks[:, :, rows] = _compiled(_choose)(scores, query, row_start, rule, dim)
+    return blocks
+
+
+@_select_blocks.register_fake
+def _(
+    q_proxy: Tensor,
+    k_proxy: Tensor,
+    start: Tensor | None,
+    top_k_blocks: int,
+    block_size: int,
+    num_local_blocks: int,
+    num_sink_blocks: int,
+) -> Tensor:
+    batch, sequence, num_proxies, _ = q_proxy.shape
+    return q_proxy.new_empty(batch, num_proxies, sequence, top_k_blocks, dtype=torch.int32)
+
+
+# The KL.
+
+
+def _kl(
+    q_proxy: Tensor,
+    k_proxy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    blocks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    block_size: int,
+) -> Tensor:
+    start = _starts(q.shape[0], q.shape[1], cu_seqlens, q.device)
+    with_grad = torch.is_grad_enabled() and (q_proxy.requires_grad or k_proxy.requires_grad)
+    teacher = q.detach(), k.detach(), lse.detach()
+    return torch.ops.msa_kernels.flex_proxy_kl(q_proxy, k_proxy, *teacher, blocks, start, block_size, with_grad)[0]
+
+
+def _divergence(
+    teacher: Float[Tensor, "batch head query key"],
+    student: Float[Tensor, "batch proxy query key"],
+    lse: Float[Tensor, "batch query head"],
+    bits: Int32[Tensor, "word batch proxy query"] | None,
+    start: Int32[Tensor, "batch query"] | None,
+    query: Int32[Tensor, "query"],
+    block_size: int,
+    dims: tuple[int, int],
+    gradient: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Per query: its KL, whether it sees any key, and (student - teacher) * GRADIENT_SCALE.
+
+    One pass over dot products: this is where the time of the KL goes, so that nothing of their size is written but
+    the last result, in the dtype `gradient`.
+    """
+    batch, num_proxies, queries, length = student.shape
+    scale, proxy_scale = (dim**-0.5 for dim in dims)
+    device = student.device
+    row = torch.arange(batch, device=device)[:, None, None, None]
+    proxy = torch.arange(num_proxies, device=device)[:, None, None]
+    index = torch.arange(queries, device=device)[:, None]
+    key = torch.arange(length, dtype=torch.int32, device=device)
+    sees = _sees(bits, start, block_size, (row, proxy, index), query[:, None], key)
+    sees = sees.expand(batch, num_proxies, queries, length)
+
+    scores = torch.where(sees, student * proxy_scale, -torch.inf)
+    peak = scores.amax(-1, keepdim=True)
+    peak = torch.where(peak == -torch.inf, 0.0, peak)
+    log_student = student * proxy_scale - (peak + (scores - peak).exp().sum(-1, keepdim=True).log())
+    heads = teacher.unflatten(1, (num_proxies, -1))
+    lses = lse.transpose(1, 2).unflatten(1, (num_proxies, -1))[..., None]
+    share = heads.shape[2]
+    mean = sum((heads[:, :, i] * scale - lses[:, :, i]).exp() for i in range(share)) / share
+    mean = torch.where(sees, mean, 0.0)
+    rows = torch.where(mean == 0, 0.0, mean * (mean.log() - log_student)).sum(-1)
+    if gradient is None:
+        return rows, sees.any(-1), None
+    weights = torch.where(sees, log_student.exp() - mean, 0.0) * GRADIENT_SCALE
+    return rows, sees.any(-1), weights.to(gradient)
+
+
+@torch.library.custom_op("msa_kernels::flex_proxy_kl", mutates_args=())
+def _proxy_kl(
+    q_proxy: Tensor,
+    k_proxy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    blocks: Tensor | None,
+    start: Tensor | None,
+    block_size: int,
+    with_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The KL per proxy, and its gradients to each proxy's queries and keys (the latter before they are shared)."""
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        q_proxy, k_proxy = q_proxy.detach(), k_proxy.detach()
+        batch, sequence, num_proxies, dim = q_proxy.shape
+        wide = torch.promote_types(q_proxy.dtype, torch.float32)
+        bits = None if blocks is None else _compiled(_bit_set)(blocks, num_blocks(sequence, block_size))
+        keys, proxy_keys = _by_group(k, k.shape[2]), _by_group(k_proxy, k_proxy.shape[2])
+        query = torch.arange(sequence, dtype=torch.int32, device=q.device)
+        total = torch.zeros(num_proxies, dtype=wide, device=q.device)
+        count = torch.zeros_like(total)
+        dq = total.new_empty((batch, sequence, num_proxies, dim) if with_grad else (0,))
+        dk = total.new_zeros((batch * num_proxies, sequence, dim) if with_grad else (0,))
+        for begin, end, length in _chunks(0, sequence, sequence, batch * max(q.shape[2], num_proxies)):
+            rows = slice(begin, end)
+            part, counted, weights = _compiled(_divergence)(
+                _scores(q[:, rows], keys[:, :length]),
+                _scores(q_proxy[:, rows], proxy_keys[:, :length]),
+                lse[:, rows],
+                None if bits is None else bits[..., rows],
+                None if start is None else start[:, rows],
+                query[rows],
+                block_size,
+                (q.shape[-1], dim),
+                q_proxy.dtype if with_grad else None,
+            )
+            total += part.sum((0, 2))
+            count += counted.sum((0, 2))
+            if weights is not None:
+                by_key = weights.view(proxy_keys.shape[0], -1, length)
+                dq[:, rows] = _matmul(by_key, proxy_keys[:, :length]).view(batch, num_proxies, -1, dim).transpose(1, 2)
+                by_proxy = weights.view(batch * num_proxies, -1, length)
+                dk[:, :length] += _matmul(by_proxy.transpose(1, 2), _by_group(q_proxy[:, rows], num_proxies))
+        count = count.clamp(min=1)
+        if with_grad:
+            scale = (dim**-0.5 / GRADIENT_SCALE / count)[:, None]
+            dk = dk.view(batch, num_proxies, sequence, dim).transpose(1, 2) * scale
+            dq *= scale
+        return total / count, dq, dk.contiguous()
+
+
+@_proxy_kl.register_fake
+def _(
+    q_proxy: Tensor,
+    k_proxy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    blocks: Tensor | None,
+    start: Tensor | None,
+    block_size: int,
+    with_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(q_proxy.dtype, torch.float32)
+    shape = q_proxy.shape if with_grad else (0,)
+    value = q_proxy.new_empty(q_proxy.shape[2], dtype=wide)
+    return value, value.new_empty(shape), value.new_empty(shape)
+
+
+def _keep_gradients(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.kv_heads, ctx.dtype = inputs[1].shape[2], inputs[0].dtype
+    ctx.save_for_backward(*output[1:])
+
+
+def _scale_gradients(ctx, upstream: Tensor | None, *_: Tensor | None) -> tuple:
+    if upstream is None:
+        return (None,) * 9
+    dq, dk = (gradient * upstream[:, None] for gradient in ctx.saved_tensors)
+    dk = dk.unflatten(2, (ctx.kv_heads, -1)).sum(3)
+    return dq.to(ctx.dtype), dk.to(ctx.dtype), *(None,) * 7
+
+
+_proxy_kl.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+
+
+# Compilation.
+
+
+def _compiled(function: Callable) -> Callable:
+    """The function compiled, where that makes sense: not inside another compilation, not on a CPU."""
+
+    def run(tensor: Tensor, *args: object) -> object:
+        if torch.compiler.is_compiling() or not tensor.is_cuda:
+            return function(tensor, *args)
+        with torch._dynamo.config.patch(recompile_limit=COMPILED_SHAPES):
+            return _compile(function)(tensor, *args)
+
+    return run
+
+
+@functools.cache
+def _compile(function: Callable) -> Callable:
+    return torch.compile(function, fullgraph=True, dynamic=False)

@@ -1,0 +1,135 @@
+"""The arguments of each command, and what is said about wrong ones. Imports nothing heavy: `--help` is made of this."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from jsonargparse import ArgumentParser, set_parsing_settings
+
+from msa_lab.config import DataConfig, RunConfig
+from msa_lab.config_io import from_dict
+from msa_lab.config_model import ModelConfig
+
+
+def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
+    """The parser, and that of each command by its name."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = _new_parser(
+        "Train sparse-attention models whose proxies choose the blocks, record every choice, and measure.",
+        prog="msa-lab",
+    )
+    subcommands = parser.add_subcommands(dest="command", metavar="COMMAND")
+    by_name = {}
+    for add_arguments in (_demo, _prepare, _train, _sweep, _evaluate, _report, _budget, _doctor):
+        name, text = add_arguments.__name__.strip("_"), str(add_arguments.__doc__)
+        by_name[name] = _new_parser(text)
+        add_arguments(by_name[name])
+        subcommands.add_subcommand(name, by_name[name], help=text.split(": ")[0])
+    return parser, by_name
+
+
+def _new_parser(description: str, **options: Any) -> ArgumentParser:
+    return ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False, **options)
+
+
+def explain(message: str, parsers: dict[str, ArgumentParser], arguments: Sequence[str]) -> str:
+    """jsonargparse's complaint about `arguments` in our terms, with the nearest name where one is unknown."""
+    command = arguments[0] if arguments else ""
+    if command not in parsers and not command.startswith("-"):
+        return f"{command or 'no command'}: must be one of {', '.join(parsers)}; try {_nearest(command, parsers)}"
+    unknown = re.search(r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'", message)
+    if unknown and command in parsers:
+        key = unknown[1] or unknown[2]
+        known = [action.dest for action in parsers[command]._actions if action.dest not in ("help", "print_config")]
+        return f"{key}: unknown key; did you mean {_nearest(key, known)}?"
+    value = re.search(r'Parser key "([\w.]+)":.*(?:Got value|Given value): (.*)', message, re.DOTALL)
+    if value and value[1].split(".")[0] in RunConfig.__dataclass_fields__:
+        plain: Any = value[2]
+        for part in reversed(value[1].split(".")):
+            plain = {part: plain}
+        try:
+            from_dict(plain)
+        except ValueError as error:
+            return str(error)
+    if message.startswith("Problems parsing config"):
+        files = [text for text in re.split(r"[ =]", " ".join(arguments)) if text.endswith((".yaml", ".yml", ".json"))]
+        return f"{' or '.join(files)}: is no valid YAML:{message.partition(':')[2]}"
+    return message
+
+
+def _nearest(word: str, words: Iterable[str]) -> str:
+    return difflib.get_close_matches(word, words, n=1, cutoff=0.0)[0]
+
+
+def _folders(parser: ArgumentParser) -> None:
+    parser.add_argument("--root", default="runs", help="Folder of all runs.")
+    _cache(parser)
+
+
+def _cache(parser: ArgumentParser) -> None:
+    parser.add_argument("--cache", default="data", help="Folder of prepared corpora.")
+
+
+def _slots(parser: ArgumentParser) -> None:
+    text = "Runs at a time; one per GPU, or per core where there is none, if not given."
+    parser.add_argument("--slots", type=int | None, default=None, help=text)
+
+
+def _demo(parser: ArgumentParser) -> None:
+    """Train the demo study and write its report: a dense stem, and MSA, dense and recency-window models from it."""
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="A stem and three forks for each.")
+    _slots(parser)
+    _folders(parser)
+
+
+def _prepare(parser: ArgumentParser) -> None:
+    """Build a corpus, so that training starts at once: the one that `--data.*` describes."""
+    parser.add_class_arguments(DataConfig, "data")
+    text = "Also train a BPE tokenizer of this many tokens on it, for `--data.tokenizer`."
+    parser.add_argument("--bpe", type=int, default=0, help=text)
+    _cache(parser)
+
+
+def _train(parser: ArgumentParser) -> None:
+    """Train one run, or go on with it: `--config run.yaml`, then flags such as `--train.lr 0.001` on top of it."""
+    parser.add_argument("--config", action="config", help="A run's YAML, such as the config.yaml of a run folder.")
+    parser.add_class_arguments(RunConfig, nested_key=None, as_group=False)
+    mode = Literal["offline", "online", "disabled"]
+    parser.add_argument("--wandb", type=mode, default="offline", help="Where wandb's copy of the metrics goes.")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs (or CPU processes) that share each batch.")
+    _folders(parser)
+
+
+def _sweep(parser: ArgumentParser) -> None:
+    """Train every run of a study file: finished ones are skipped, unfinished resumed, forks wait for their stem."""
+    parser.add_argument("study", help="A Python file with `def runs() -> list[RunConfig]`.")
+    _slots(parser)
+    _folders(parser)
+
+
+def _evaluate(parser: ArgumentParser) -> None:
+    """Score a finished run on its validation rows and print JSON: with the attention that it was trained with."""
+    parser.add_argument("run", help="A run folder, such as runs/demo/msa-12345678/seed0.")
+    text = "Validation batches; as many as in training if not given."
+    parser.add_argument("--batches", type=int | None, default=None, help=text)
+    _cache(parser)
+
+
+def _report(parser: ArgumentParser) -> None:
+    """Write one self-contained HTML file about finished runs: those below the given folders."""
+    parser.add_argument("runs", nargs="+", help="Run folders, or folders that hold some.")
+    parser.add_argument("--out", default="report.html", help="The file to write.")
+
+
+def _budget(parser: ArgumentParser) -> None:
+    """Count parameters and FLOPs: of a study's arms (`msa-lab budget study.py`), or of the model in `--model.*`."""
+    parser.add_argument("study", nargs="?", default="", help="A study file; its arms are compared.")
+    parser.add_class_arguments(ModelConfig, "model")
+    parser.add_argument("--context_length", type=int, default=4096, help="Tokens per row, for FLOPs.")
+
+
+def _doctor(parser: ArgumentParser) -> None:
+    """Say what works here: versions, GPU, which kernel paths are usable and why not; exit 1 if parts do not fit."""

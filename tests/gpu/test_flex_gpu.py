@@ -1,0 +1,243 @@
+"""The FlexAttention path on a GPU: against the reference in fp64, its memory, and that it repeats itself.
+
+The measure is the relative L2 error of each tensor: at most twice that of the reference given the same rounded inputs,
+whose arithmetic is fp32, so that its error is the rounding of its results. Results in fp32 may differ in the last bits
+for the order of a sum: FLOAT_ERROR.
+"""
+
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+from msa_kernels import flex, msa_attention, reference
+from msa_kernels.selection import Selection
+
+FLOAT_ERROR = 1e-5
+NAMES = ("out", "lse", "kl", "dq", "dk", "dv", "dq_proxy", "dk_proxy")
+
+
+class Case(NamedTuple):
+    dtype: torch.dtype
+    batch: int
+    sequence: int
+    heads: int
+    kv_heads: int
+    proxies: int
+    proxy_kv_heads: int
+    dim: int
+    proxy_dim: int
+    block_size: int
+    top_k_blocks: int
+    documents: tuple[int, ...] | None = None
+
+
+CASES = {
+    "paper_like": Case(torch.bfloat16, 2, 1024, 8, 2, 4, 1, 64, 64, 128, 4),
+    "odd_length": Case(torch.bfloat16, 1, 1003, 6, 1, 2, 2, 128, 64, 64, 5),
+    "documents": Case(torch.bfloat16, 2, 400, 4, 2, 2, 1, 64, 32, 32, 3, (0, 37, 37, 300, 400, 401, 670, 800)),
+    "fp16_small_blocks": Case(torch.float16, 1, 700, 4, 2, 4, 1, 64, 64, 16, 9),
+    "fp32_proxy_over_kv_heads": Case(torch.float32, 2, 257, 8, 4, 2, 1, 32, 32, 48, 3),
+    "large_blocks_short": Case(torch.bfloat16, 3, 100, 2, 2, 1, 1, 64, 64, 256, 1),
+}
+
+
+def inputs(case: Case, seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """q_proxy, k_proxy, q, k, v (correlated enough for peaked softmaxes) and the documents' offsets."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    heads = (case.proxies, case.proxy_kv_heads, case.heads, case.kv_heads, case.kv_heads)
+    dims = (case.proxy_dim, case.proxy_dim, case.dim, case.dim, case.dim)
+    tensors = [
+        torch.randn(case.batch, case.sequence, number, dim, device="cuda", generator=generator).to(case.dtype)
+        for number, dim in zip(heads, dims, strict=True)
+    ]
+    offsets = case.documents and torch.tensor(case.documents, dtype=torch.int32, device="cuda")
+    return tensors, offsets
+
+
+def results(path, tensors: list[torch.Tensor], selection: Selection | None, offsets: torch.Tensor | None) -> dict:
+    """All outputs and gradients of one path, for the given selection or over the full support."""
+    q_proxy, k_proxy, q, k, v = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    if selection is None:
+        out, lse = path.dense_attention(q, k, v, cu_seqlens=offsets)
+        kl = path.dense_proxy_kl(q_proxy, k_proxy, q, k, lse, cu_seqlens=offsets)
+    else:
+        out, lse = path.sparse_attention(q, k, v, selection)
+        kl = path.proxy_kl(q_proxy, k_proxy, q, k, lse, selection)
+    upstream = torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(9)).to(out)
+    weights = torch.arange(1, len(kl) + 1, device="cuda").to(kl)
+    torch.autograd.backward((out, kl), (upstream.to(tensors[0].dtype).to(out), weights))
+    gradients = [leaf.grad for leaf in (q, k, v, q_proxy, k_proxy)]
+    return dict(zip(NAMES, (out.detach(), lse, kl.detach(), *gradients), strict=True))
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("support", ["sparse", "dense"])
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients(name: str, support: str):
+    case = CASES[name]
+    tensors, offsets = inputs(case)
+    exact = [tensor.double() for tensor in tensors]
+    selection = None
+    if support == "sparse":
+        selection = reference.select_blocks(
+            *exact[:2], top_k_blocks=case.top_k_blocks, block_size=case.block_size, cu_seqlens=offsets
+        )
+    truth = results(reference, exact, selection, offsets)
+    plain = results(reference, tensors, selection, offsets)
+    ours = results(flex, tensors, selection, offsets)
+    errors = {key: (error(ours[key], truth[key]), error(plain[key], truth[key])) for key in NAMES}
+    print(f"\n{name} {support}: " + ", ".join(f"{key} {a:.1e} ({b:.1e})" for key, (a, b) in errors.items()))
+    assert {key: ours[key].dtype for key in NAMES} == {key: plain[key].dtype for key in NAMES}
+    # A NaN must fail, hence "not <=".
+    wrong = {key: pair for key, pair in errors.items() if not pair[0] <= 2 * pair[1] + FLOAT_ERROR}
+    assert not wrong, f"error and the reference's: {wrong}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_selections_equal_the_reference_except_where_scores_tie_to_rounding(name: str):
+    case = CASES[name]
+    (q_proxy, k_proxy, *_), offsets = inputs(case)
+    options = {"block_size": case.block_size, "cu_seqlens": offsets}
+    exact = reference.block_scores(q_proxy.double(), k_proxy.double(), **options)
+    expected = reference.select_blocks(q_proxy, k_proxy, top_k_blocks=case.top_k_blocks, **options).blocks
+    actual = flex.select_blocks(q_proxy, k_proxy, top_k_blocks=case.top_k_blocks, **options).blocks
+    assert actual.dtype == torch.int32
+    scores = flex.block_scores(q_proxy, k_proxy, **options)
+    assert torch.equal(scores.isneginf(), exact.isneginf())
+    finite = ~exact.isneginf()
+    torch.testing.assert_close(scores[finite].double(), exact[finite].double(), rtol=1e-5, atol=1e-5)
+    part = flex.block_scores(q_proxy, k_proxy, queries=(case.sequence // 3, case.sequence // 2), **options)
+    torch.testing.assert_close(part, scores[:, :, case.sequence // 3 : case.sequence // 2], rtol=1e-5, atol=1e-5)
+
+    assert torch.equal((actual >= 0).sum(-1), (expected >= 0).sum(-1))
+
+    def chosen_scores(blocks):
+        return exact.double().gather(-1, blocks.clamp(min=0).long()).masked_fill(blocks < 0, 0).sort(-1).values
+
+    torch.testing.assert_close(chosen_scores(actual), chosen_scores(expected), rtol=1e-5, atol=1e-5)
+    assert (actual != expected).any(-1).double().mean() < 1e-3
+
+
+def test_rows_without_blocks_give_zero_and_count_in_no_mean():
+    case = CASES["paper_like"]
+    tensors, _ = inputs(case)
+    blocks = flex.select_blocks(*tensors[:2], top_k_blocks=case.top_k_blocks).blocks
+    blocks[:, 1, 100:400] = -1
+    selection = Selection(blocks, 128)
+    ours = results(flex, tensors, selection, None)
+    truth = results(reference, [tensor.double() for tensor in tensors], selection, None)
+    assert not ours["out"][:, 100:400, 2:4].any()
+    assert not ours["dq"][:, 100:400, 2:4].any()
+    assert error(ours["kl"], truth["kl"]) < FLOAT_ERROR
+    assert all(error(ours[key], truth[key]) < 5e-3 for key in NAMES if key != "lse")
+
+
+def test_everything_repeats_bit_for_bit_and_is_allowed_where_only_deterministic_kernels_are():
+    case = CASES["paper_like"]
+    tensors, _ = inputs(case)
+    torch.use_deterministic_algorithms(True)
+    try:
+        selection = flex.select_blocks(*tensors[:2], top_k_blocks=case.top_k_blocks)
+        for _ in range(3):
+            assert torch.equal(flex.select_blocks(*tensors[:2], top_k_blocks=4).blocks, selection.blocks)
+        for chosen in (selection, None):
+            first = results(flex, tensors, chosen, None)
+            for _ in range(3):
+                again = results(flex, tensors, chosen, None)
+                assert [key for key in NAMES if not torch.equal(first[key], again[key])] == []
+        q, k, v = tensors[2:]
+        assert torch.equal(flex.dense_attention(q, k, v, return_lse=False)[0], flex.dense_attention(q, k, v)[0])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_no_tensor_of_sequence_times_sequence_is_made():
+    case = CASES["paper_like"]._replace(batch=1, sequence=32768)
+    tensors, _ = inputs(case)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    selection = flex.select_blocks(*tensors[:2], top_k_blocks=case.top_k_blocks)
+    results(flex, tensors, selection, None)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    print(f"\npeak at 32768 tokens, 8 heads: {peak:.2f} GiB")
+    # One mask of bytes is 1 GiB by itself; the chunks of the KL take 0.6.
+    assert peak < 1.5
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.main = torch.nn.Linear(64, 256 + 128 + 128)
+        self.proxy = torch.nn.Linear(64, 64 + 32)
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 64)) for part in self.main(x).split([256, 128, 128], -1))
+        q_proxy, k_proxy = (part.unflatten(-1, (-1, 32)) for part in self.proxy(x.detach()).split([64, 32], -1))
+        out, kl, _ = msa_attention(
+            q_proxy, k_proxy, q, k, v, top_k_blocks=3, block_size=64, cu_seqlens=offsets, backend="flex"
+        )
+        warm, lse = flex.dense_attention(q, k, v, cu_seqlens=offsets)
+        warm_kl = flex.dense_proxy_kl(q_proxy, k_proxy, q, k, lse, cu_seqlens=offsets)
+        return (out + warm).float().square().mean() + (kl + warm_kl).sum()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_compiles_into_one_graph(packed: bool):
+    torch.manual_seed(0)
+    layer = Layer().cuda().bfloat16()
+    parameters = tuple(layer.parameters())
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False)
+    for batch in (2, 1) if packed else (2,):
+        x = torch.randn(batch, 300, 64, device="cuda", dtype=torch.bfloat16)
+        offsets = torch.tensor([0, 70, 70, 300, 430, 600], dtype=torch.int32, device="cuda") if packed else None
+        if batch == 1 and offsets is not None:
+            offsets = offsets.clamp(max=300)
+        expected = torch.autograd.grad(layer(x, offsets), parameters)
+        actual = torch.autograd.grad(compiled(x, offsets), parameters)
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert error(ours, theirs.double()) < 2e-2
+
+
+FINGERPRINT = """
+import hashlib, sys
+import torch
+torch.use_deterministic_algorithms(True)
+torch._inductor.config.deterministic = True
+from test_flex_gpu import CASES, NAMES, inputs, results
+from msa_kernels import flex
+tensors, _ = inputs(CASES["paper_like"])
+selection = flex.select_blocks(*tensors[:2], top_k_blocks=4)
+digest = hashlib.sha256()
+for chosen in (selection, None):
+    values = results(flex, tensors, chosen, None)
+    for name in NAMES:
+        digest.update(values[name].contiguous().view(torch.uint8).cpu().numpy().tobytes())
+print(digest.hexdigest())
+"""
+
+
+def test_two_processes_with_cold_compile_caches_agree_bit_for_bit(tmp_path):
+    processes = []
+    for name in ("one", "two"):
+        cache = str(tmp_path / name)
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": cache,
+            "TRITON_CACHE_DIR": f"{cache}/triton",
+            "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)]),
+        }
+        command = [sys.executable, "-c", FINGERPRINT]
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    said = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], [text[1][-1500:] for text in said]
+    assert said[0][0].strip()
+    assert said[0][0] == said[1][0]

@@ -1,0 +1,261 @@
+"""The FlexAttention path against the reference, in fp64 on the CPU, where it runs unfused."""
+
+import pytest
+import torch
+from msa_kernels import flex, reference
+from msa_kernels.selection import Selection
+from torch.nn.attention import flex_attention
+
+DOCUMENTS = [0, 30, 30, 130, 200, 200, 333, 400]
+CASES = {
+    "rows": {
+        "batch": 2,
+        "sequence": 300,
+        "heads": 4,
+        "kv_heads": 2,
+        "proxies": 2,
+        "proxy_kv_heads": 1,
+        "block_size": 16,
+        "slots": 3,
+    },
+    "proxy_over_kv_heads": {
+        "batch": 1,
+        "sequence": 257,
+        "heads": 4,
+        "kv_heads": 4,
+        "proxies": 2,
+        "proxy_kv_heads": 2,
+        "block_size": 64,
+        "slots": 3,
+    },
+    "documents": {
+        "batch": 2,
+        "sequence": 200,
+        "heads": 4,
+        "kv_heads": 2,
+        "proxies": 4,
+        "proxy_kv_heads": 1,
+        "block_size": 48,
+        "slots": 2,
+        "documents": DOCUMENTS,
+    },
+    "block_over_tile": {
+        "batch": 1,
+        "sequence": 300,
+        "heads": 4,
+        "kv_heads": 1,
+        "proxies": 2,
+        "proxy_kv_heads": 1,
+        "block_size": 256,
+        "slots": 1,
+    },
+    "one_token": {
+        "batch": 2,
+        "sequence": 1,
+        "heads": 4,
+        "kv_heads": 2,
+        "proxies": 2,
+        "proxy_kv_heads": 1,
+        "block_size": 16,
+        "slots": 3,
+    },
+    "many_words": {
+        "batch": 1,
+        "sequence": 520,
+        "heads": 2,
+        "kv_heads": 1,
+        "proxies": 2,
+        "proxy_kv_heads": 1,
+        "block_size": 1,
+        "slots": 30,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def differentiable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention refuses gradients on a CPU, though its unfused form has them."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+
+
+def make(*, documents=None, dim=16, proxy_dim=8, dtype=torch.float64, **case):
+    torch.manual_seed(0)
+
+    def tensor(heads, width):
+        return torch.randn(case["batch"], case["sequence"], heads, width, dtype=dtype, requires_grad=True)
+
+    proxy_branch = tensor(case["proxies"], proxy_dim), tensor(case["proxy_kv_heads"], proxy_dim)
+    main_branch = tensor(case["heads"], dim), tensor(case["kv_heads"], dim), tensor(case["kv_heads"], 2 * dim)
+    offsets = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    return proxy_branch, main_branch, offsets
+
+
+def assert_same(actual, expected):
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def gradients(path, proxy_branch, main_branch, offsets, selection):
+    """Values, then the gradients of all inputs, weighted differently for each proxy."""
+    q, k, v = main_branch
+    if selection is None:
+        out, lse = path.dense_attention(q, k, v, cu_seqlens=offsets)
+        kl = path.dense_proxy_kl(*proxy_branch, q, k, lse, cu_seqlens=offsets)
+    else:
+        out, lse = path.sparse_attention(q, k, v, selection)
+        kl = path.proxy_kl(*proxy_branch, q, k, lse, selection)
+    main = torch.autograd.grad(out.sin().sum(), main_branch)
+    proxies = torch.autograd.grad((kl * torch.arange(1, len(kl) + 1)).sum(), proxy_branch)
+    return out, lse, kl, *main, *proxies
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_everything_equals_the_reference(name):
+    case = CASES[name]
+    proxy_branch, main_branch, offsets = make(**case)
+    options = {"block_size": case["block_size"], "cu_seqlens": offsets}
+    assert_same(flex.block_scores(*proxy_branch, **options), reference.block_scores(*proxy_branch, **options))
+    selection = reference.select_blocks(*proxy_branch, top_k_blocks=case["slots"], **options)
+    assert torch.equal(
+        flex.select_blocks(*proxy_branch, top_k_blocks=case["slots"], **options).blocks, selection.blocks
+    )
+    for chosen in (selection, None):
+        ours = gradients(flex, proxy_branch, main_branch, offsets, chosen)
+        theirs = gradients(reference, proxy_branch, main_branch, offsets, chosen)
+        for actual, expected in zip(ours, theirs, strict=True):
+            assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["rows", "documents", "block_over_tile"])
+def test_tiles_are_exactly_those_that_hold_a_selected_token(name, monkeypatch):
+    monkeypatch.setattr(flex, "TILE", 32)
+    case = CASES[name]
+    proxy_branch, _, offsets = make(**case)
+    sequence, count = case["sequence"], -(-case["sequence"] // 32)
+    selection = reference.select_blocks(
+        *proxy_branch, top_k_blocks=case["slots"], block_size=case["block_size"], cu_seqlens=offsets
+    )
+    start = flex._starts(case["batch"], sequence, offsets, torch.device("cpu"))
+    sees = torch.zeros(case["batch"], case["proxies"], count * 32, count * 32, dtype=torch.bool)
+    for b, p, i, slot in torch.cartesian_prod(*(torch.arange(n) for n in selection.blocks.shape)).tolist():
+        block = int(selection.blocks[b, p, i, slot])
+        if block >= 0:
+            first = block * case["block_size"] + (0 if start is None else int(start[b, i]))
+            sees[b, p, i, first : min(first + case["block_size"], i + 1)] = True
+    expected = sees.unflatten(2, (count, 32)).unflatten(4, (count, 32)).any(5).any(3)
+    tiles = flex._selected_tiles(selection.blocks, start, case["block_size"])
+    assert torch.equal(tiles, expected)
+    for listed, dense in (
+        (flex._listed(tiles), tiles),
+        (flex._listed(tiles.transpose(-1, -2)), tiles.transpose(-1, -2)),
+    ):
+        number, order = listed
+        rank = torch.arange(count)
+        again = torch.zeros_like(dense).scatter(-1, order.long(), rank < number[..., None])
+        assert torch.equal(again, dense)
+        assert order.is_contiguous()
+
+
+def test_chunks_of_different_key_lengths_add_up(monkeypatch):
+    proxy_branch, main_branch, _ = make(
+        batch=1, sequence=2100, heads=2, kv_heads=1, proxies=2, proxy_kv_heads=1, dim=4, proxy_dim=4
+    )
+    selection = reference.select_blocks(*proxy_branch, top_k_blocks=3)
+    q, k, v = (tensor.detach() for tensor in main_branch)
+    _, lse = reference.sparse_attention(q, k, v, selection)
+    expected = reference.proxy_kl(*proxy_branch, q, k, lse, selection)
+    monkeypatch.setattr(flex, "CHUNK_SCORES", 2 * 2100 * 300)
+    assert len({keys for _, _, keys in flex._chunks(0, 2100, 2100, 2)}) == flex.KEY_LENGTHS
+    assert torch.equal(flex.select_blocks(*proxy_branch, top_k_blocks=3).blocks, selection.blocks)
+    some = flex.block_scores(*proxy_branch, queries=(700, 1500))
+    assert_same(some, reference.block_scores(*proxy_branch, queries=(700, 1500)))
+    actual = flex.proxy_kl(*proxy_branch, q, k, lse, selection)
+    assert_same(actual, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(actual.sum(), proxy_branch), torch.autograd.grad(expected.sum(), proxy_branch), strict=True
+    ):
+        assert_same(ours, theirs)
+
+
+def test_a_row_without_any_block_gives_zero_and_counts_in_no_mean():
+    proxy_branch, main_branch, _ = make(**CASES["rows"])
+    selection = reference.select_blocks(*proxy_branch, top_k_blocks=3, block_size=16)
+    blocks = selection.blocks.clone()
+    blocks[:, 1, 40:90] = -1
+    selection = Selection(blocks, 16)
+    ours = gradients(flex, proxy_branch, main_branch, None, selection)
+    theirs = gradients(reference, proxy_branch, main_branch, None, selection)
+    for actual, expected in zip(ours, theirs, strict=True):
+        assert_same(actual, expected)
+    assert not ours[0][:, 40:90, 2:].any()
+    assert ours[0][:, 40:90, :2].all()
+
+
+def test_one_selection_for_all_proxies():
+    proxy_branch, main_branch, _ = make(**CASES["rows"])
+    selection = reference.select_blocks(*proxy_branch, top_k_blocks=3, block_size=16)
+    shared = selection._replace(blocks=selection.blocks[:, :1].contiguous())
+    for actual, expected in zip(
+        gradients(flex, proxy_branch, main_branch, None, shared),
+        gradients(reference, proxy_branch, main_branch, None, shared),
+        strict=True,
+    ):
+        assert_same(actual, expected)
+
+
+def test_kl_reaches_the_proxies_only_and_computes_no_gradient_that_nobody_needs(monkeypatch):
+    proxy_branch, (q, k, v), _ = make(**CASES["rows"])
+    selection = reference.select_blocks(*proxy_branch, top_k_blocks=3, block_size=16)
+    _, lse = flex.sparse_attention(q, k, v, selection)
+    assert not lse.requires_grad
+    flex.proxy_kl(*proxy_branch, q, k, lse, selection).sum().backward()
+    assert q.grad is None
+    assert k.grad is None
+    assert all(tensor.grad.any() for tensor in proxy_branch)
+
+    asked = []
+    divergence = flex._divergence
+    monkeypatch.setattr(flex, "_divergence", lambda *args: asked.append(args[-1]) or divergence(*args))
+    flex.proxy_kl(*(tensor.detach() for tensor in proxy_branch), q, k, lse, selection)
+    with torch.no_grad():
+        flex.proxy_kl(*proxy_branch, q, k, lse, selection)
+    flex.proxy_kl(*proxy_branch, q, k, lse, selection)
+    assert asked == [None, None, torch.float64]
+
+
+def test_a_nan_is_not_hidden():
+    proxy_branch, (q, k, v), _ = make(**CASES["rows"])
+    selection = reference.select_blocks(*proxy_branch, top_k_blocks=3, block_size=16)
+    with torch.no_grad():
+        q[0, 200, 1] = torch.nan
+        _, lse = flex.sparse_attention(q, k, v, selection)
+        kl = flex.proxy_kl(*proxy_branch, q, k, lse, selection)
+    assert kl.isnan().tolist() == [True, False]
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.main = torch.nn.Linear(16, 64 + 32 + 32)
+        self.proxy = torch.nn.Linear(16, 16 + 8)
+
+    def forward(self, x, offsets):
+        q, k, v = (part.unflatten(-1, (-1, 16)) for part in self.main(x).split([64, 32, 32], -1))
+        q_proxy, k_proxy = (part.unflatten(-1, (-1, 8)) for part in self.proxy(x.detach()).split([16, 8], -1))
+        selection = flex.select_blocks(q_proxy, k_proxy, top_k_blocks=3, block_size=16, cu_seqlens=offsets)
+        out, lse = flex.sparse_attention(q, k, v, selection)
+        warm_out, warm_lse = flex.dense_attention(q, k, v, cu_seqlens=offsets)
+        kl = flex.proxy_kl(q_proxy, k_proxy, q, k, lse, selection)
+        warm_kl = flex.dense_proxy_kl(q_proxy, k_proxy, q, k, warm_lse, cu_seqlens=offsets)
+        return (out + warm_out).square().mean() + (kl + warm_kl).sum()
+
+
+def test_a_model_compiles_into_one_graph_forward_and_backward():
+    torch.manual_seed(0)
+    layer, x = Layer(), torch.randn(2, 200, 16)
+    offsets = torch.tensor(DOCUMENTS, dtype=torch.int32)
+    parameters = tuple(layer.parameters())
+    expected = torch.autograd.grad(layer(x, offsets), parameters)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+    actual = torch.autograd.grad(compiled(x, offsets), parameters)
+    torch.testing.assert_close(actual, expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -30,20 +29,24 @@ def bigram_bits_per_byte(train: np.ndarray, rows: np.ndarray, bytes_per_token: n
     if kept.exists():
         return json.loads(kept.read_text())["bits_per_byte"]
     vocab = len(bytes_per_token)
-    first, second = rows[:, :-1].ravel().astype(np.int64), rows[:, 1:].ravel().astype(np.int64)
     pairs, counts = _count_pairs(train, vocab)
     following = np.bincount(pairs // vocab, counts, vocab)
     followers = np.bincount(pairs // vocab, minlength=vocab)
     single = np.bincount(pairs % vocab, counts, vocab)
     single[int(train[0])] += 1
     single = (single + 1) / (len(train) + vocab)
-    wanted = first * vocab + second
-    place = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
-    count = np.where(pairs[place] == wanted, counts[place], 0)
-    total = following[first] + followers[first]
-    seen = (count + followers[first] * single[second]) / np.maximum(total, 1)
-    bits = -np.log2(np.where(total > 0, seen, single[second]))
-    value = math.fsum(bits) / float(bytes_per_token[second].sum())
+    bits = size = 0.0
+    step = max(PART // rows.shape[1], 1)
+    for part in (rows[start : start + step].astype(np.int64) for start in range(0, len(rows), step)):
+        first, second = part[:, :-1].ravel(), part[:, 1:].ravel()
+        wanted = first * vocab + second
+        place = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+        count = np.where(pairs[place] == wanted, counts[place], 0)
+        total = following[first] + followers[first]
+        seen = (count + followers[first] * single[second]) / np.maximum(total, 1)
+        bits -= float(np.log2(np.where(total > 0, seen, single[second])).sum())
+        size += float(bytes_per_token[second].sum())
+    value = bits / size
     write_atomically(kept, json.dumps({"bits_per_byte": value}) + "\n")
     return value
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property, lru_cache
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ class Corpus:
     def __init__(self, config: DataConfig, folder: Path, tokenizer: Tokenizer) -> None:
         header = read_header(folder)
         self.folder, self.hash = folder, folder.name
-        self.manifest: dict[str, Any] = header["manifest"] | {"documents_file": str(folder / "documents.jsonl")}
+        self.manifest: dict[str, Any] = header["manifest"] | {"documents_file": str(folder / "documents.ndjson")}
         self.tokenizer = tokenizer
         self.vocab_size = self.tokenizer.vocab_size
         self.bytes_per_token = self.tokenizer.bytes_per_token
@@ -118,8 +117,13 @@ class Corpus:
         rows = np.arange(start, min(end, total))
         if not len(rows):
             raise ValueError(f"validation row {start}: there are only {total}; use fewer validation batches")
-        starts = (rows * _spreading_stride(total) % total) * self._length
+        starts = self._spread[rows] * self._length
         return self._validation[starts[:, None] + np.arange(self._length + 1)]
+
+    @cached_property
+    def _spread(self) -> np.ndarray:
+        # Multiples of the golden section that fall below any bound come at even intervals.
+        return np.argsort(np.arange(self.num_validation_rows) * 0.6180339887498949 % 1.0, kind="stable")
 
     def _rows(self, tokens: np.ndarray) -> Batch:
         rows = torch.from_numpy(tokens.astype(np.int64))
@@ -197,14 +201,6 @@ def _epoch(seed: int, epoch: int, windows: int, tokens: int) -> tuple[int, np.nd
     """
     raw = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(windows + 1)
     return int(raw[0] % tokens), np.argsort(raw[1:], kind="stable")
-
-
-def _spreading_stride(total: int) -> int:
-    """A number without common factor with `total`, near its golden section: its multiples spread evenly."""
-    stride = max(round(total * 0.618), 1)
-    while gcd(stride, total) != 1:
-        stride += 1
-    return stride
 
 
 Data = Corpus | Recall

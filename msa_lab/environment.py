@@ -53,13 +53,17 @@ def describe(config: RunConfig, device: torch.device, corpus: dict[str, Any]) ->
 def code_version() -> str:
     """The package's version, and the commit where it runs from a checkout (`+` marks uncommitted changes)."""
     version = _version("msa-lab") or "unknown"
-    here = Path(__file__).resolve().parent
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
     try:
-        command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
-        commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        # A package installed inside somebody else's checkout must not take that one's commit for its own.
+        _run([*git, "ls-files", "--error-unmatch", Path(__file__).name])
+        return f"{version} {_run([*git, 'describe', '--always', '--dirty=+', '--abbrev=12', '--exclude=*'])}"
     except (OSError, subprocess.SubprocessError):
         return version
-    return f"{version} {commit}"
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
 
 def _version(package: str) -> str | None:

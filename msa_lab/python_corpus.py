@@ -27,7 +27,7 @@ OWN = ("msa-lab",)
 SHINGLE = 3
 """Consecutive non-blank lines that are compared as one."""
 NEAR_DUPLICATE = 0.5
-"""A document is dropped when more than this share of its shingles stand in documents before it."""
+"""Share of a document's shingles that other documents may hold before it counts as a copy."""
 
 
 class _File(NamedTuple):
@@ -162,19 +162,23 @@ def _read(files: list[_File], skipped: Counter[str]) -> Iterator[Document]:
 
 
 def near_duplicates(texts: Sequence[bytes]) -> np.ndarray:
-    """bool (document,): more than `NEAR_DUPLICATE` of a document's distinct shingles stand in documents before it.
+    """bool (document,): dropped, so that no remaining document has more than `NEAR_DUPLICATE` of its distinct shingles
+    in the other remaining ones, whichever side of the split they come to lie on.
 
-    A shingle is `SHINGLE` consecutive non-blank lines without their indentation. Shingles of documents that are
-    themselves dropped count too, so of a family of copies only the first can stay.
+    First go the documents that mostly repeat earlier ones, so that the first of a family of copies stays; then those
+    that are mostly contained in others. A shingle is `SHINGLE` consecutive non-blank lines without their indentation.
     """
     hashes = [_shingles(text) for text in texts]
-    owner = np.repeat(np.arange(len(texts)), [len(h) for h in hashes])
+    sizes = np.array([len(h) for h in hashes], dtype=np.int64)
+    owner = np.repeat(np.arange(len(texts)), sizes)
     if not len(owner):
         return np.zeros(len(texts), dtype=bool)
-    _, first, inverse = np.unique(np.concatenate(hashes), return_index=True, return_inverse=True)
-    known = owner[first[inverse]] != owner
-    counts = np.bincount(owner, minlength=len(texts))
-    return np.bincount(owner, known, len(texts)) > NEAR_DUPLICATE * counts
+    _, first, shingle = np.unique(np.concatenate(hashes), return_index=True, return_inverse=True)
+    repeats = owner[first[shingle]] != owner
+    dropped = np.bincount(owner, repeats, len(texts)) > NEAR_DUPLICATE * sizes
+    left = ~dropped[owner]
+    shared = left & (np.bincount(shingle, left)[shingle] > 1)
+    return dropped | (np.bincount(owner, shared, len(texts)) > NEAR_DUPLICATE * sizes)
 
 
 def _shingles(text: bytes) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Token files on disk: built once, named by their content, safe against kills and against a second builder.
 
 <cache>/<hash>/header.json       dtype, token counts, tokenizer, manifest
-<cache>/<hash>/documents.jsonl   one line a document: id, package, validation, bytes, sha256
+<cache>/<hash>/documents.ndjson   one line a document: id, package, validation, bytes, sha256
 <cache>/<hash>/train.bin validation.bin
 <cache>/index/<fingerprint>.json from the names, sizes and times of the sources to the hash, so that an unchanged
                                  corpus is not read again
@@ -95,8 +95,8 @@ def open_tokens(folder: Path, split: str) -> np.ndarray:
 
 
 def read_documents(folder: Path) -> Iterator[dict[str, Any]]:
-    """The rows of documents.jsonl, each split in the order of its tokens."""
-    with (folder / "documents.jsonl").open(encoding="utf-8") as file:
+    """The rows of documents.ndjson, each split in the order of its tokens."""
+    with (folder / "documents.ndjson").open(encoding="utf-8") as file:
         yield from map(json.loads, file)
 
 
@@ -180,7 +180,7 @@ def _build_bytes(source: Source, config: DataConfig, cache: Path, report: Report
                 offset += row["bytes"]
                 files["validation" if row["validation"] else "train"].write(tokenizer.encode([text])[0].tobytes())
         (folder / "texts").unlink()
-        with (folder / "documents.jsonl").open("w", encoding="utf-8") as file:
+        with (folder / "documents.ndjson").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in documents)
         manifest = _manifest(documents, source, config)
         content = [manifest["packages"], [[r["id"], r["sha256"], r["validation"]] for r in documents], "bytes"]
@@ -248,7 +248,7 @@ def _encode(held: Path, tokenizer: Tokenizer, cache: Path, report: Report) -> Pa
                     file.writelines(tokens.astype(dtype).tobytes() for tokens in tokenizer.encode(part))
                     done += len(part)
                     report(f"tokenizing {done:,} of {total:,} documents")
-        shutil.copy(held / "documents.jsonl", folder)
+        shutil.copy(held / "documents.ndjson", folder)
         target = cache / _bpe_hash(held.name, tokenizer)
         return _finish(folder, target, header["settings"], tokenizer, header["manifest"])
 

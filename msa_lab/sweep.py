@@ -56,6 +56,10 @@ class Job:
     def name(self) -> str:
         return f"{self.config.arm} seed{self.config.seed}"
 
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
 
 def sweep(
     runs: Sequence[RunConfig],
@@ -150,8 +154,8 @@ def _gpus() -> list[str]:
 
 
 def _is_ready(job: Job) -> bool:
-    """Stem finished, and nobody else in the folder (after a while it starts all the same and says who is)."""
-    if job.stem is not None and not job.stem.run.finished:
+    """Stem finished and gone, and nobody else in the folder (after a while it starts all the same and says who is)."""
+    if job.stem is not None and (job.stem.is_running or not job.stem.run.finished):
         return False
     try:
         with job.run.lock():
@@ -193,13 +197,13 @@ def _collect(running: list[Job], progress: Progress) -> None:
         assert job.process is not None
         assert job.log is not None
         progress.update(job.name)
-        code = job.process.poll()
-        if code is None:
+        if job.is_running:
             continue
         running.remove(job)
         _close(job)
-        if code != 0 or not job.run.finished:
-            job.failure = _last_line(job.run.path / "log.txt", job.log_start) or f"ended with exit code {code}"
+        if not job.run.finished:
+            said = _last_line(job.run.path / "log.txt", job.log_start)
+            job.failure = said or f"ended with exit code {job.process.returncode}"
         progress.stop(job.name, f"failed: {job.failure}" if job.failure else "finished")
 
 

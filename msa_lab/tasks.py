@@ -182,7 +182,7 @@ class Recall:
     def _place(
         self, rng: np.random.Generator, free: np.ndarray, order: np.ndarray, hops: tuple[int, ...]
     ) -> np.ndarray:
-        """Where question, pairs and stale pairs start: tokens (row, thing). Takes from the `free` places (row, block)."""
+        """Tokens (row, thing) where question, pairs and stale pairs start; takes from `free` (row, block)."""
         near = rng.random(len(free)) < self._shape.near_fraction
         waiting = np.arange(len(free))
         blocks = self._draw(rng, near, hops)

@@ -98,11 +98,11 @@ def test_commands_of_the_readme_exist():
     )
     targets = set(re.findall(r"^([a-z][a-z-]*):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
     assert {"demo", "test", "lint", "test-slow", "test-gpu", "bench", "clean"} <= targets
-    used = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
+    used = set(re.findall(r"(?:^ *|`)make ([a-z-]+)", text, re.MULTILINE))
     assert {"demo", "test"} <= used <= targets
     from msa_lab.cli_arguments import make_parser
 
-    used = set(re.findall(r"(?:^|`|bin/)msa-lab ([a-z]+)", text, re.MULTILINE))
+    used = set(re.findall(r"(?:^ *|`|bin/)msa-lab ([a-z]+)", text, re.MULTILINE))
     assert used
     assert used <= set(make_parser()[1])
     for folder in re.findall(r"^\| `([\w./]+)/?` \|", (REPOSITORY / "README.md").read_text(), re.MULTILINE):
@@ -217,8 +217,8 @@ def test_every_field_is_read_by_the_library(cls):
         if not path.stem.startswith("config"):
             nodes = ast.walk(ast.parse(path.read_text()))
             read |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    read |= {"attention"} if "attention_kinds" in read else set()
-    read |= {"mlp_width"} if "mlp_widths" in read else set()
+    through_property = {"attention_kinds": "attention", "mlp_widths": "mlp_width", "last_step": "stop_at"}
+    read |= {field for name, field in through_property.items() if name in read}
     assert not {field.name for field in fields(cls)} - read
 
 

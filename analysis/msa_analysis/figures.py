@@ -4,6 +4,10 @@ Figures are made without pyplot: none is registered anywhere, so none can be lef
 Distances and positions are in blocks, with tokens on a second axis or in the label. An arm has one colour everywhere.
 """
 
+# pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import io
@@ -16,7 +20,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
 
 INK, FAINT, NULL = "#22262b", "#8a9099", "#6b7078"
 STYLE = {
@@ -46,9 +50,10 @@ DYNAMICS = {
     "kappa": ("overlap of proxies, kappa", "0: chance"),
 }
 """Metric, axis label, meaning of its null."""
+Colours = dict[str, tuple[float, float, float]]
 
 
-def palette(arms: Iterable[str]) -> dict[str, tuple[float, float, float]]:
+def palette(arms: Iterable[str]) -> Colours:
     """A colour for each arm, by its place in alphabetical order, so that all figures of a study agree."""
     names = sorted(set(arms))
     colours = sns.color_palette("colorblind" if len(names) <= 10 else "husl", max(len(names), 1))
@@ -88,14 +93,16 @@ def distance_profiles(profile: pd.DataFrame, *, block_size: int, title: str = ""
     return _finish(figure, axes, title)
 
 
-def training_dynamics(dynamics: pd.DataFrame, *, switches: Sequence[int] = (), title: str = "") -> Figure:
+def training_dynamics(
+    dynamics: pd.DataFrame, *, colours: Colours | None = None, switches: Sequence[int] = (), title: str = ""
+) -> Figure:
     """Recency, recall, mutual information and overlap against the step: a line a run, the band its interval.
 
     Takes `Evidence.dynamics()`; the mean over layers is drawn, with its null dashed and the switch to sparse attention
     as a vertical line.
     """
     whole = dynamics[dynamics["layer"].isna()]
-    colours = palette(whole["arm"])
+    colours = colours or palette(whole["arm"])
     figure, axes = _grid(len(DYNAMICS), columns=2, height=2.6)
     for axis, (metric, (label, meaning)) in zip(axes, DYNAMICS.items(), strict=True):
         part = whole[whole["metric"] == metric]
@@ -128,12 +135,21 @@ def kl_curves(metrics: pd.DataFrame, *, switches: Sequence[int] = (), title: str
             axis.plot(line["step"], line["value"], color=colour, label=name.removeprefix("train/kl/"), lw=1.2)
         _mark(axis, switches)
         axis.set(title=f"{arm}, seed {seed}", xlabel="optimizer step", yscale="log")
-        axis.set_ylabel("KL, nats (log scale)")
+        for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel("KL, nats (log scale)")
     return _finish(figure, axes, title)
 
 
 def loss_curves(
-    metrics: pd.DataFrame, *, bigram: float = np.nan, switches: Sequence[int] = (), title: str = ""
+    metrics: pd.DataFrame,
+    *,
+    bigram: float = np.nan,
+    colours: Colours | None = None,
+    switches: Sequence[int] = (),
+    title: str = "",
 ) -> Figure:
     """Training cross-entropy and validation quality against the step, a line a run, coloured by arm.
 
@@ -142,18 +158,21 @@ def loss_curves(
     scored, unit = "validation/bits_per_byte", "bits per byte"
     if not (metrics["name"] == scored).any():
         scored, unit = "validation/loss", "nats per token"
-    colours = palette(metrics["arm"])
+    colours = colours or palette(metrics["arm"])
     figure, axes = _grid(2, columns=2, height=3.2)
-    for axis, name, label, marker in ((axes[0], "train/ce", "nats per token", ""), (axes[1], scored, unit, ".")):
+    panels = (("train/ce", "training cross-entropy", "nats per token", ""), (scored, "validation", unit, "."))
+    for axis, (name, title_, label, marker) in zip(axes, panels, strict=True):
         _lines(axis, metrics[metrics["name"] == name], colours, marker=marker)
         _mark(axis, switches)
-        axis.set(title=name.replace("/", " ").replace("_", " "), xlabel="optimizer step", ylabel=label)
+        axis.set(title=title_, xlabel="optimizer step", ylabel=label)
     if np.isfinite(bigram) and unit == "bits per byte":
         axes[1].axhline(bigram, ls="--", color=NULL, label="bigram table")
     return _finish(figure, axes, title)
 
 
-def quality_against_cost(table: pd.DataFrame, arms: pd.DataFrame, *, title: str = "") -> Figure:
+def quality_against_cost(
+    table: pd.DataFrame, arms: pd.DataFrame, *, colours: Colours | None = None, title: str = ""
+) -> Figure:
     """Quality against parameters, FLOPs and wall-clock: a dot a run, the bar its arm's t interval over seeds.
 
     Takes `quality.table` and `quality.arms`. FLOPs by this project's formula (causal attention counted as half, the
@@ -161,7 +180,7 @@ def quality_against_cost(table: pd.DataFrame, arms: pd.DataFrame, *, title: str 
     """
     metric = arms["metric"].iloc[0]
     label = "bits per byte" if metric == "bits_per_byte" else "validation loss, nats per token"
-    colours = palette(table["arm"])
+    colours = colours or palette(table["arm"])
     costs = {"parameters": "parameters", "flops_total": "training FLOPs", "wall_seconds": "training time, s"}
     figure, axes = _grid(len(costs), columns=3, height=3.2, sharey=True)
     for axis, (cost, name) in zip(axes, costs.items(), strict=True):
@@ -178,8 +197,25 @@ def quality_against_cost(table: pd.DataFrame, arms: pd.DataFrame, *, title: str 
         axis.set_xlabel(name)
         axis.margins(x=0.2)
         axis.xaxis.set_major_locator(MaxNLocator(4))
+        axis.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes[0].set_ylabel(f"{label} (lower is better)")
     return _finish(figure, axes, title)
+
+
+def paired_differences(comparison: pd.DataFrame, *, colours: Colours | None = None, title: str = "") -> Figure:
+    """Each arm minus the reference arm with its 95 % interval; takes `quality.compare`. Zero is the reference."""
+    reference, metric = comparison["reference"].iloc[0], comparison["metric"].iloc[0]
+    colours = colours or palette([reference, *comparison["arm"]])
+    figure, (axis,) = _grid(1, height=0.5 + 0.4 * len(comparison))
+    for place, row in enumerate(comparison.itertuples()):
+        bar = [[row.difference - row.low], [row.high - row.difference]] if np.isfinite(row.low) else None
+        axis.errorbar(row.difference, place, xerr=bar, fmt="o", capsize=3, color=colours[row.arm])
+    labels = [f"{row.arm} ({row.n} {row.over})" for row in comparison.itertuples()]
+    axis.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - 0.5, -0.5))
+    axis.axvline(0, ls="--", color=NULL, lw=1.2, label=f"null: as {reference}")
+    unit = "bits per byte" if metric == "bits_per_byte" else "nats per token"
+    axis.set_xlabel(f"{unit} minus {reference} (negative is better)")
+    return _finish(figure, [axis], title)
 
 
 def _grid(count: int, *, columns: int = 4, height: float = 2.6, sharey: bool = False) -> tuple[Figure, list[Axes]]:

@@ -1,5 +1,9 @@
 """The figures of a set of runs, each with its caption and the numbers it was drawn from."""
 
+# pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import re
@@ -31,13 +35,14 @@ class Picture(NamedTuple):
 def pictures(evidence: Evidence, verdict: Verdict) -> Iterator[Picture]:
     """Every figure that these runs can give; arms are compared only where the verdict allows it."""
     switches = sorted({run.config.train.sparse_step for run in evidence.runs if str(run.path) in evidence.selected})
+    colours = figures.palette(evidence.table["arm"])
     for selected in _one_per_arm(evidence):
         yield _heatmap(selected)
         yield _profile(selected)
     if evidence.selected:
         data = evidence.dynamics()
         text = "Mean over layers at every record; bands are 95 % intervals over the probe documents of one model."
-        drawn = figures.training_dynamics(data, switches=switches)
+        drawn = figures.training_dynamics(data, colours=colours, switches=switches)
         yield Picture("dynamics", "Since when: selection over training", text, drawn, data)
     metrics = evidence.metrics()
     if len(metrics) and metrics["name"].str.startswith("train/kl/layer").any():
@@ -49,14 +54,19 @@ def pictures(evidence: Evidence, verdict: Verdict) -> Iterator[Picture]:
     if len(metrics):
         data = metrics[metrics["name"].isin(["train/ce", "validation/loss", "validation/bits_per_byte"])]
         bigram = float(evidence.table["bigram_bits_per_byte"].astype(float).mean())
-        drawn = figures.loss_curves(data, bigram=bigram, switches=switches)
+        drawn = figures.loss_curves(data, bigram=bigram, colours=colours, switches=switches)
         text = "A line a run. A stem is the dense beginning that forks share."
         yield Picture("loss", "Loss over training", text, drawn, data)
     if not verdict.undertrained:
         data = evidence.table[evidence.table["role"] == "arm"]
-        drawn = figures.quality_against_cost(data, quality.arms(data))
+        drawn = figures.quality_against_cost(data, quality.arms(data), colours=colours)
         text = "Dots are runs; bars are 95 % t intervals over seeds, drawn where there are at least two."
         yield Picture("quality", "Quality against what it cost", text, drawn, data)
+        if quality.reference_arm(evidence.table) and data["arm"].nunique() > 1:
+            data = quality.compare(evidence.runs)
+            drawn = figures.paired_differences(data, colours=colours)
+            text = "Bars are 95 % intervals over what the label names; below zero is better than the dense arm."
+            yield Picture("differences", "Paired differences", text, drawn, data)
 
 
 def write_figures(runs: Evidence | Sequence[Run] | str | Path, folder: str | Path) -> list[Path]:
@@ -94,7 +104,8 @@ def _heatmap(selected: Selected) -> Picture:
     drawn = heatmaps.selection_heatmap(rate, block_size=size)
     text = (
         "Share of a query block's queries that read each key block, over all probe documents, at the last record. "
-        "The diagonal is the own block, which is forced. Grey: the future, which cannot be chosen."
+        "The diagonal is the own block, which is forced; the first queries see few blocks and read them all. Grey: the "
+        "future, which cannot be chosen."
     )
     cells = rate.to_dataframe().reset_index().dropna(subset="selection_rate")
     return Picture(

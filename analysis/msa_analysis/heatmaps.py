@@ -1,5 +1,9 @@
 """Selection-rate heatmaps: query block by key block, a panel a layer and proxy, all on one colour scale."""
 
+# pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import matplotlib as mpl

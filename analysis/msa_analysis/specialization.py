@@ -11,6 +11,10 @@ the interval is taken: ("proxy",) gives a number a layer, ("layer", "proxy") one
 Definitions of block recall: MiniMax Sparse Attention, section on selection quality; the others are this project's.
 """
 
+# pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -5,6 +5,8 @@ Leaving one document out, or permuting proxies within documents, is then arithme
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import xarray as xr
 from jaxtyping import Bool, Float, Int
@@ -55,7 +57,7 @@ def _one_step(record: xr.Dataset, rows: Rows) -> xr.Dataset:
     base = ("layer", "document", "proxy")
     both = [_spread(chosen, rows), _spread(wanted, rows)]
     extra = {"bins": "bin", "uniform_bins": "bin", "shares": "part", "uniform_shares": "part"}
-    sums = {
+    sums: dict[str, Any] = {
         name: (("source", *base, *([extra[name]] if name in extra else [])), np.stack([s[name] for s in both]))
         for name in both[0]
     }

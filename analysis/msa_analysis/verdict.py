@@ -4,6 +4,10 @@ Four checks, named before any comparison: every arm beats the corpus' bigram tab
 chance with its whole interval; at least 10 records; at least half of the query rows have a real choice.
 """
 
+# pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -12,7 +12,9 @@ def number(value: float | None, digits: int = 3, *, sign: bool = False) -> str:
     """Fixed digits with a real minus sign; UNDEFINED for a missing value."""
     if missing(value):
         return UNDEFINED
-    text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
+    assert value is not None
+    rounded = round(float(value), digits) + 0.0  # adding zero turns -0.0 into 0.0
+    text = f"{rounded:+.{digits}f}" if sign else f"{rounded:.{digits}f}"
     return text.replace("-", MINUS)
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float32, Int32
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils.flop_counter import register_flop_formula
 
 from msa_kernels import checks
 from msa_kernels.documents import layout, num_blocks
@@ -101,8 +102,8 @@ def dense_attention(
 ) -> tuple[Float[Tensor, "batch sequence head value_dim"], Float[Tensor, "batch sequence head"] | None]:
     """As `msa_kernels.reference.dense_attention`, by PyTorch's own fused kernels where they serve.
 
-    Without `return_lse` the second result is None and PyTorch chooses its fastest kernel (under
-    `torch.use_deterministic_algorithms` a deterministic one); with it, the same one that is chosen then.
+    Without `return_lse` the second result is None and PyTorch chooses the kernel: its fastest, or FlashAttention, whose
+    backward pass can be repeated, under `torch.use_deterministic_algorithms`. With it, it is always FlashAttention.
     """
     checks.main_branch(q, k, v)
     dim = q.shape[-1]
@@ -190,7 +191,9 @@ def _sees(
         causal = causal & (key >= 0)
     if bits is None:
         return causal
-    block = key.clamp(min=0) // block_size
+    # Before its document a key's block is negative: wrong, but no index out of range, and `causal` is false there.
+    power_of_two = block_size & (block_size - 1) == 0
+    block = key >> block_size.bit_length() - 1 if power_of_two else key // block_size
     if bits.shape[0] > UNROLLED_WORDS:
         word = bits[block >> 5, batch, proxy, index]
     else:
@@ -383,6 +386,13 @@ def _(
     return q_proxy.new_empty(batch, num_proxies, sequence, top_k_blocks, dtype=torch.int32)
 
 
+@register_flop_formula(torch.ops.msa_kernels.flex_select_blocks)
+def _select_flops(q_proxy: torch.Size, *_: object, **__: object) -> int:
+    """Two for each multiply-add of the causal half."""
+    batch, sequence, num_proxies, dim = q_proxy
+    return batch * num_proxies * sequence * sequence * dim
+
+
 # The KL.
 
 
@@ -514,6 +524,25 @@ def _(
     return value, value.new_empty(shape), value.new_empty(shape)
 
 
+@register_flop_formula(torch.ops.msa_kernels.flex_proxy_kl)
+def _kl_flops(
+    q_proxy: torch.Size,
+    k_proxy: torch.Size,
+    q: torch.Size,
+    k: torch.Size,
+    lse: torch.Size,
+    blocks: torch.Size | None,
+    start: torch.Size | None,
+    block_size: int,
+    with_grad: bool,
+    **_: object,
+) -> int:
+    """Two for each multiply-add of the causal half: the scores of both branches, and the proxies' two gradients."""
+    batch, sequence, num_proxies, proxy_dim = q_proxy
+    products = num_proxies * proxy_dim * (3 if with_grad else 1) + q[2] * q[3]
+    return batch * sequence * sequence * products
+
+
 def _keep_gradients(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.kv_heads, ctx.dtype = inputs[1].shape[2], inputs[0].dtype
@@ -548,4 +577,10 @@ def _compiled(function: Callable) -> Callable:
 
 @functools.cache
 def _compile(function: Callable) -> Callable:
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    # Compute again rather than write down what several results share: the scores are large, the arithmetic is cheap.
+    inline = {
+        "realize_reads_threshold": 1000,
+        "realize_opcount_threshold": 100_000,
+        "realize_acc_reads_threshold": 1000,
+    }
+    return torch.compile(function, fullgraph=True, dynamic=False, options=inline)

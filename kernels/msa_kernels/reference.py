@@ -41,21 +41,12 @@ def block_scores(
     checks.proxy_branch(q_proxy, k_proxy)
     checks.budget(1, block_size, 0, 0)
     batch, sequence, num_proxies, _ = q_proxy.shape
+    maxima = _block_maxima(q_proxy, k_proxy, block_size, cu_seqlens)
     first, last = checks.query_range(queries, sequence)
-    grid = layout(batch, sequence, block_size, cu_seqlens, q_proxy.device)
-    count = num_blocks(sequence, block_size)
-    with torch.no_grad(), _full_precision(q_proxy):
-        q, k = _by_head(q_proxy, k_proxy.shape[2]), _by_head(k_proxy)
-        parts = [q.new_empty(batch, num_proxies, 0, count, dtype=torch.float32)]
-        for start, stop in _chunks(first, last, batch * num_proxies * sequence):
-            low = _first_key(grid, cu_seqlens, start)
-            scores = _scores(q[:, :, :, start:stop], k[:, :, low:stop])
-            doubtful = start if cu_seqlens is None else low  # without documents, every earlier key is visible
-            hidden = ~_causal(grid, cu_seqlens, start, stop, doubtful)
-            scores[..., doubtful - low :].masked_fill_(hidden, -torch.inf)
-            pool = _pool_rows if cu_seqlens is None else _pool_documents
-            parts.append(pool(scores, grid.start[:, None, start:stop, None] - low, block_size, count).float())
-        return torch.cat(parts, 2)
+    parts = [maxima(*chunk) for chunk in _chunks(first, last, batch * num_proxies * sequence)]
+    if not parts:
+        parts = [q_proxy.new_empty(batch, num_proxies, 0, num_blocks(sequence, block_size), dtype=torch.float32)]
+    return torch.cat(parts, 2)
 
 
 def select_blocks(
@@ -69,16 +60,24 @@ def select_blocks(
     num_sink_blocks: int = 0,
 ) -> Selection:
     """I of equation 7: `select_from_scores` of the proxies' `block_scores`."""
+    checks.proxy_branch(q_proxy, k_proxy)
     checks.budget(top_k_blocks, block_size, num_local_blocks, num_sink_blocks)
-    scores = block_scores(q_proxy, k_proxy, block_size=block_size, cu_seqlens=cu_seqlens)
-    return select_from_scores(
-        scores,
-        top_k_blocks=top_k_blocks,
-        block_size=block_size,
-        cu_seqlens=cu_seqlens,
-        num_local_blocks=num_local_blocks,
-        num_sink_blocks=num_sink_blocks,
-    )
+    batch, sequence, num_proxies, _ = q_proxy.shape
+    maxima = _block_maxima(q_proxy, k_proxy, block_size, cu_seqlens)
+    chosen = [
+        select_from_scores(
+            maxima(*chunk),
+            top_k_blocks=top_k_blocks,
+            block_size=block_size,
+            cu_seqlens=cu_seqlens,
+            num_local_blocks=num_local_blocks,
+            num_sink_blocks=num_sink_blocks,
+            queries=chunk,
+            sequence=sequence,
+        ).blocks
+        for chunk in _chunks(0, sequence, batch * num_proxies * sequence)
+    ]
+    return Selection(torch.cat(chosen, 2), block_size, cu_seqlens)
 
 
 def sparse_attention(
@@ -114,8 +113,8 @@ def dense_attention(
         out, lse = _attention(q, k, v, cu_seqlens, None)
         return out, lse if return_lse else None
     with _full_precision(q):
-        wide = (x.transpose(1, 2).to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True)
+        query, key, value = (x.transpose(1, 2).to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2).to(q.dtype), None
 
 
@@ -153,6 +152,28 @@ def dense_proxy_kl(
     checks.both_branches(q_proxy, k_proxy, q, k)
     checks.lse(lse, q)
     return _kl(q_proxy, k_proxy, q, k, lse, cu_seqlens, None)
+
+
+def _block_maxima(
+    q_proxy: Tensor, k_proxy: Tensor, block_size: int, cu_seqlens: Tensor | None
+) -> Callable[[int, int], Tensor]:
+    """The function that gives M of equation 6 for the queries from start to stop."""
+    batch, sequence = q_proxy.shape[:2]
+    count = num_blocks(sequence, block_size)
+    grid = layout(batch, sequence, block_size, cu_seqlens, q_proxy.device)
+    pool = _pool_rows if cu_seqlens is None else _pool_documents
+    q, k = _by_head(q_proxy.detach(), k_proxy.shape[2]), _by_head(k_proxy.detach())
+
+    def maxima(start: int, stop: int) -> Tensor:
+        low = _first_key(grid, cu_seqlens, start)
+        doubtful = start if cu_seqlens is None else low  # without documents, every earlier key is visible
+        hidden = ~_causal(grid, cu_seqlens, start, stop, doubtful)
+        with _full_precision(q):
+            scores = _scores(q[:, :, :, start:stop], k[:, :, low:stop])
+        scores[..., doubtful - low :].masked_fill_(hidden, -torch.inf)
+        return pool(scores, grid.start[:, None, start:stop, None] - low, block_size, count).float()
+
+    return maxima
 
 
 def _attention(
@@ -229,7 +250,7 @@ def _kl(
             student = queries[:, :, :, start:stop], keys[:, :, low:stop]
             teacher = q[:, :, :, start:stop], k[:, :, low:stop], lse[:, :, start:stop].masked_fill(~counted_heads, 0.0)
             rows, error = run(divergence, *student, *teacher, *support)
-            total = total + rows.masked_fill(~counted, 0.0).sum((0, 2))
+            total = total + rows.sum((0, 2))  # rows without a token are exactly zero
             count = count + counted.sum((0, 2)) * (batch // counted.shape[0])
             errors.append((error * counted_heads).amax())
         _check_teacher(torch.stack(errors), half=q_proxy.dtype in checks.HALF)

@@ -129,22 +129,24 @@ def random_selection(
     grid = layout(batch, sequence, block_size, cu_seqlens, keys.device)
     proxy = torch.arange(num_proxies, device=keys.device)[:, None, None]
     block = torch.arange(num_blocks(sequence, block_size), device=keys.device)
-    row = _hash(keys & _WORD, keys >> 32 & _WORD)[:, None, None, None]
+    low, high = (word[:, None, None, None] for word in (keys & _WORD, keys >> 32 & _WORD))
     chosen = []
     for first, last in _chunks(sequence, batch * num_proxies * len(block)):
         part = Layout(*(field[:, first:last] for field in grid))
-        query = _hash(row, part.start[:, None, :, None].long(), part.position[:, None, :, None].long())
+        start, position = (field[:, None, :, None].long() for field in (part.start, part.position))
+        # One number a place, by odd factors; two rounds only, because a compiler repeats what is used twice.
+        place = start * 0x3C6EF373 + position * 0x1E3779B1 + proxy * 0x5851F42D + block * 0x2545F491
         # 30 bits: never below zero and never as high as FORCED.
-        draw = _hash(query, proxy, block) >> 2
+        draw = _hash((place & _WORD) ^ low, high) >> 2
         chosen.append(_top_blocks(draw, part.block, top_k_blocks, num_local_blocks, num_sink_blocks))
     return Selection(torch.cat(chosen, 2), block_size, cu_seqlens)
 
 
 def row_keys(seed: int, step: int, layer: int, documents: Int64[Tensor, "batch"]) -> Int64[Tensor, "batch"]:
     """Keys for `random_selection` from the run's seed, the step, the layer and the document of each row."""
-    low, high = documents & _WORD, documents >> 32 & _WORD
     words = [part & _WORD for number in (seed, step, layer) for part in (number, number >> 32)]
-    return _hash(low, high, *words, 0) << 31 | _hash(low, high, *words, 1) >> 1
+    low, high = documents & _WORD, documents >> 32 & _WORD
+    return _hash(*words, 0, low, high) << 31 | _hash(*words, 1, low, high) >> 1
 
 
 def _top_blocks(

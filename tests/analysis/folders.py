@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import planted
 import xarray as xr
+
 from msa_lab.config import DataConfig, ModelConfig, RunConfig, SelectionConfig, TrainConfig
 from msa_lab.config_io import config_hash
 from msa_lab.runs import Run
@@ -134,10 +135,12 @@ def trained_log(seed: int = 0, proxies: int = 2) -> xr.Dataset:
     for i in range(12):
         strength = i / 11
         rules = [planted.leaning(strength * value) for value in final]
-        heads = [planted.leaning(value + shift) for value in (final * 4)[:4] for shift in (0.0,)]
+        heads = [planted.leaning(value) for value in (final * 4)[:4]]
         step = 10 * i
         parts.append(
-            planted.log(rules, teacher=rules, heads=heads if i == 11 else None, steps=(step,), layers=2, seed=seed * 20 + i)
+            planted.log(
+                rules, teacher=rules, heads=heads if i == 11 else None, steps=(step,), layers=2, seed=seed * 20 + i
+            )
         )
     heads = parts[-1]["head_teacher"]
     joined = xr.concat([part.drop_vars("head_teacher", errors="ignore") for part in parts], "step")
@@ -155,6 +158,8 @@ def study(root: Path, *, seeds: int = 2) -> list[Run]:
     for seed in range(seeds):
         shift = 0.05 * seed
         runs.append(finished(root, config("dense", "dense", seed), quality=2.80 + shift))
-        runs.append(finished(root, config("msa", "msa", seed), quality=2.81 + shift + 0.002 * seed, log=trained_log(seed)))
+        runs.append(
+            finished(root, config("msa", "msa", seed), quality=2.81 + shift + 0.002 * seed, log=trained_log(seed))
+        )
         runs.append(finished(root, config("window", "window", seed), quality=2.86 + shift))
     return runs

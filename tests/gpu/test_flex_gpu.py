@@ -8,6 +8,7 @@ for the order of a sum: FLOAT_ERROR.
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -66,9 +67,12 @@ def results(path, tensors: list[torch.Tensor], selection: Selection | None, offs
     else:
         out, lse = path.sparse_attention(q, k, v, selection)
         kl = path.proxy_kl(q_proxy, k_proxy, q, k, lse, selection)
-    upstream = torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(9)).to(out)
+    # Exact in every dtype, so that all paths are asked for the same gradient.
+    upstream = (
+        torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(9)).bfloat16().to(out)
+    )
     weights = torch.arange(1, len(kl) + 1, device="cuda").to(kl)
-    torch.autograd.backward((out, kl), (upstream.to(tensors[0].dtype).to(out), weights))
+    torch.autograd.backward((out, kl), (upstream, weights))
     gradients = [leaf.grad for leaf in (q, k, v, q_proxy, k_proxy)]
     return dict(zip(NAMES, (out.detach(), lse, kl.detach(), *gradients), strict=True))
 
@@ -206,8 +210,8 @@ def test_a_model_compiles_into_one_graph(packed: bool):
 
 
 FINGERPRINT = """
-import hashlib, sys
-import torch
+import hashlib
+import torch, torch._inductor.config
 torch.use_deterministic_algorithms(True)
 torch._inductor.config.deterministic = True
 from test_flex_gpu import CASES, NAMES, inputs, results
@@ -231,7 +235,7 @@ def test_two_processes_with_cold_compile_caches_agree_bit_for_bit(tmp_path):
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": cache,
             "TRITON_CACHE_DIR": f"{cache}/triton",
-            "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)]),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
         }
         command = [sys.executable, "-c", FINGERPRINT]
         processes.append(

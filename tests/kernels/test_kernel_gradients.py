@@ -68,6 +68,7 @@ def test_the_step_compiles_without_a_graph_break(grid):
         torch.testing.assert_close(compiled, plain, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_random_blocks_are_the_same_when_compiled():
     def draw(documents):
         keys = row_keys(2**40 + 1, 3, 1, documents)

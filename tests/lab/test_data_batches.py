@@ -88,7 +88,7 @@ def test_validation_rows_are_fixed_disjoint_and_spread(folder):
     rows = [windows[row.numpy().tobytes()] for i in range(-(-total // 4)) for row in data.validation(i, 4).inputs]
     assert sorted(rows) == list(range(total))
     quarter = np.sort(rows[: total // 4])
-    assert np.diff(quarter, prepend=-1, append=total).max() <= 10
+    assert np.diff(quarter, prepend=-1, append=total).max() <= 5
     assert len(data.validation(total // 4, 4).inputs) == total % 4
     with pytest.raises(ValueError, match=f"there are only {total}"):
         data.validation(-(-total // 4), 4)

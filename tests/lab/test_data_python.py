@@ -21,6 +21,11 @@ def code(seed: int, lines: int = 30) -> str:
     return "".join(f"name_{rng.integers(1 << 40)} = {rng.integers(1 << 40)}\n" for _ in range(lines))
 
 
+def shingles(text: bytes) -> set[tuple[bytes, ...]]:
+    lines = [line.strip() for line in text.split(b"\n") if line.strip()]
+    return set(zip(lines, lines[1:], lines[2:], strict=False))
+
+
 def write(root: Path, files: dict[str, str | bytes]) -> None:
     for name, text in files.items():
         path = root / name
@@ -126,6 +131,12 @@ def test_near_duplicates_are_those_that_share_most_lines():
     assert near_duplicates([]).tolist() == []
 
 
+def test_document_contained_in_a_larger_later_one_is_dropped():
+    small, large = code(1, 20), code(1, 20) + code(2, 60)
+    texts = [t.encode() for t in (small, large, code(3))]
+    assert near_duplicates(texts).tolist() == [True, False, False]
+
+
 def test_train_and_validation_share_no_package_and_no_near_copy(tmp_path, monkeypatch):
     site = tmp_path / "site-packages"
     for i in range(40):
@@ -151,7 +162,9 @@ def test_train_and_validation_share_no_package_and_no_near_copy(tmp_path, monkey
     shutil.rmtree(site / "pkg39-1.0.dist-info")
     distribution(site, "pkg39", "1.1", {})
     pinned = DataConfig(context_length=64, validation_fraction=0.2, expected_hash="0123456789abcdef")
-    with pytest.raises(ValueError, match=r"expected_hash='0123456789abcdef': the corpus here hashes to '(\w+)'") as error:
+    with pytest.raises(
+        ValueError, match=r"expected_hash='0123456789abcdef': the corpus here hashes to '(\w+)'"
+    ) as error:
         open_data(pinned, tmp_path / "cache")
     assert data.hash not in str(error.value)
 
@@ -171,3 +184,7 @@ def test_real_modules_make_a_corpus_in_seconds(tmp_path):
     assert tuple(probe.tokens.shape) == (8, 512)
     assert len(set(probe.ids)) == 8
     assert set(probe.tokens[:, 0].tolist()) == {256}
+    known = set().union(*map(shingles, store.document_texts(data.folder, "train")))
+    for text in store.document_texts(data.folder, "validation"):
+        own = shingles(text)
+        assert len(own & known) <= 0.5 * len(own), text[:200]

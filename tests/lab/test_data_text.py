@@ -66,7 +66,11 @@ def test_max_bytes_stops_before_the_document_that_would_exceed_it(tmp_path):
         ("x.txt", b"caf\xe9", r"x\.txt: not UTF-8 at byte 3; convert it"),
         ("x.jsonl", lines("ok") + b'{"text": \n', r"x\.jsonl:2: not JSON"),
         ("x.jsonl", lines("ok") + b'{"text": "\xe9"}\n', r"x\.jsonl:2: not UTF-8"),
-        ("x.jsonl", lines("ok") + b'{"body": "hi"}\n', r"x\.jsonl:2: has no field 'text' \(data.text_field\), only 'body'"),
+        (
+            "x.jsonl",
+            lines("ok") + b'{"body": "hi"}\n',
+            r":2: has no field 'text' \(data.text_field\), only 'body'",
+        ),
         ("x.jsonl", b'{"text": 3}\n', r"x\.jsonl:1: field 'text' .* holds int"),
         ("x.jsonl", b'["text"]\n', r"x\.jsonl:1: has no field 'text'"),
         ("x.jsonl", b'{"text": "\\ud800"}\n', r"x\.jsonl:1: .*surrogate"),

@@ -236,3 +236,14 @@ def test_early_queries_leave_slots_empty():
     assert (blocks[:, :, :4, 0] == 0).all()
     assert (blocks[:, :, :4, 1] == -1).all()
     assert (blocks[:, :, 4:, 1] >= 0).all()
+
+
+def test_a_failed_forward_leaves_nothing_to_the_next_one():
+    model, x = Stack(), torch.randn(1, 12, 8)
+    with record(model) as seen:
+        broken = model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+        broken.remove()
+        model(x)
+    assert list(seen) == ["layers.0.chooser", "layers.1.chooser"]

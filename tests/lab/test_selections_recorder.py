@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -5,14 +6,18 @@ import numpy as np
 import pytest
 import torch
 from tiny import tiny_run, write_corpus
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from msa_lab import callbacks
+from msa_lab.config import RecallConfig
 from msa_lab.data import open_data
 from msa_lab.evaluate import load_model
 from msa_lab.recorder import SelectionRecorder, _undisturbed, observe
-from msa_lab.runs import Run
+from msa_lab.runs import Run, arm_folder
 from msa_lab.selections import SelectionStore, open_selections, record, record_steps
 from msa_lab.teacher import block_mass
+from msa_lab.tokenizer import MARK
+from msa_lab.tracking import MetricsLog
 from msa_lab.train import TrainingStoppedError, train
 
 
@@ -161,9 +166,10 @@ def test_a_full_disk_while_recording_ends_training_with_one_line_and_the_run_res
 
     with monkeypatch.context() as patch:
         patch.setattr(SelectionStore, "_write", full)
-        with pytest.raises(
-            OSError, match="could not record the selections of step 6 .No space left on device.; earlier"
-        ):
+        line = re.escape(
+            "could not record the selections of step 6 (No space left on device); earlier records are whole"
+        )
+        with pytest.raises(OSError, match=line):
             fit(config, tmp_path / "runs")
     assert open_selections(Run.of(config, tmp_path / "runs"))["step"].values.tolist() == [0, 3]
     same_log(fit(config, tmp_path / "runs"), whole)
@@ -196,6 +202,18 @@ def test_blocks_never_selected_are_logged_at_every_record(whole):
     assert rows["value"].between(0, 2 * 2 * 15).all()
 
 
+def test_maps_of_the_last_record_reach_a_logger_that_shows_images(config, tmp_path, monkeypatch):
+    shown = {}
+    monkeypatch.setattr(MetricsLog, "log_image", lambda self, name, image, step: shown.update({(step, name): image}))
+    data = open_selections(fit(config, tmp_path / "runs")).isel(step=-1)
+    assert sorted(shown) == [(12, f"selections/rate/layer{i}/proxy{p}") for i in (0, 1) for p in (0, 1)]
+    image = shown[12, "selections/rate/layer1/proxy0"]
+    assert image.shape == (16, 16)
+    picks = data["selected"].isel(layer=1, proxy=0).values
+    assert image[9, 4] == pytest.approx((picks[:, 72:80] == 4).any(-1).mean())
+    assert not np.triu(image, 1).any()
+
+
 def test_only_the_first_process_records(config, tmp_path):
     recorder = SelectionRecorder(Run(tmp_path), config, data=None)
     other = SimpleNamespace(is_global_zero=False, global_step=0)
@@ -209,10 +227,14 @@ def test_modes_and_random_states_are_put_back(whole):
     model.layers[0].eval()
     modes = {name: module.training for name, module in model.named_modules()}
     state = torch.random.get_rng_state()
-    with pytest.raises(RuntimeError, match="inside"), _undisturbed(model, torch.device("cpu")):
+
+    def fail():
         assert not any(module.training for module in model.modules())
         torch.rand(3)
         raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"), _undisturbed(model, torch.device("cpu")):
+        fail()
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert torch.equal(torch.random.get_rng_state(), state)
 
@@ -227,3 +249,46 @@ def test_recorded_masses_are_the_dense_attention_of_the_recorded_heads(whole, co
     picked = np.take_along_axis(mass, np.maximum(found["selected"][1], 0).astype(np.int64), -1)
     expected = np.where(found["selected"][1] < 0, np.nan, picked)
     np.testing.assert_allclose(found["mass"][1], expected, rtol=1e-5)
+
+
+def test_a_fork_records_from_its_first_step_on(corpus, tmp_path):
+    stem = tiny_run(corpus, arm="stem", model={"attention": "dense"}, train={"stop_at": 6})
+    fit(stem, tmp_path / "runs")
+    fork = tiny_run(
+        corpus, arm="fork", train={"fork_from": arm_folder(stem), "fork_step": 6, "proxy_warmup_steps": 3, "steps": 12}
+    )
+    data = open_selections(fit(fork, tmp_path / "runs"))
+    assert data["step"].values.tolist() == [6, 9, 12]
+    assert data["phase"].values.tolist() == ["warmup", "sparse", "sparse"]
+
+
+def test_half_precision_runs_record_what_they_select(corpus, tmp_path):
+    config = tiny_run(corpus, train={"precision": "bf16", "steps": 2, "proxy_warmup_steps": 1})
+    data = open_selections(fit(config, tmp_path / "runs")).isel(step=-1)
+    held = data["selected"].values >= 0
+    assert (np.isfinite(data["mass"].values) == held).all()
+    assert (np.isfinite(data["score"].values) == held).all()
+    total = np.nansum(data["teacher_mass"].values.astype(np.float32), -1)
+    assert ((total > 0.1) & (total < 1.003)).all()
+    model, tokens = load_model(Run.of(config, tmp_path / "runs")), torch.from_numpy(data["tokens"].values.astype(int))
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = observe(model, tokens, config, rows=2)
+    np.testing.assert_array_equal(data["selected"].values, seen["selected"])
+
+
+def test_the_recall_task_is_its_own_tokenizer(corpus, tmp_path):
+    recall = RecallConfig(block_size=8, pairs=12, num_keys=16)
+    data = {"source": "recall", "path": "", "validation_fraction": 0.1, "recall": recall}
+    run = fit(tiny_run(corpus, train={"steps": 2, "warmup_steps": 1}, data=data), tmp_path / "runs")
+    assert open_selections(run).attrs["tokenizer"] == "recall"
+
+
+def test_the_tokenizer_lies_beside_the_log(corpus, tmp_path):
+    bpe = Tokenizer(models.BPE(vocab={MARK: 0, **{c: i + 1 for i, c in enumerate("abcdefgh\u0120")}}, merges=[]))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.add_special_tokens([MARK])
+    bpe.save(str(tmp_path / "mine.json"))
+    data = {"tokenizer": str(tmp_path / "mine.json")}
+    run = fit(tiny_run(corpus, train={"steps": 2, "warmup_steps": 1}, data=data), tmp_path / "runs")
+    assert open_selections(run).attrs["tokenizer"] == "tokenizer.json"
+    assert (run.path / "tokenizer.json").read_bytes() == (tmp_path / "mine.json").read_bytes()

@@ -38,7 +38,7 @@ CHILD = textwrap.dedent(
     signal.signal(signal.SIGTERM, stop)
     threading.Thread(target=watch, daemon=True).start()
     with (folder / "times").open("a") as file:
-        file.write(f"{time.time()} {os.environ['OMP_NUM_THREADS']}\\n")
+        file.write(f"{time.time()} {os.environ['OMP_NUM_THREADS']} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n")
     print("training", config["arm"], "again" if (folder / "last.ckpt").exists() else "")
     with (folder / "metrics.csv").open("a") as file:
         file.write("step,name,value\\n10,train/loss,2.5\\n20,train/loss,1.25\\n30,tr")
@@ -95,7 +95,7 @@ def test_no_more_runs_than_slots_and_cores_are_shared(child, tmp_path, monkeypat
         line.split() for run in runs for line in (Run.of(run, tmp_path).path / "times").read_text().split("\n") if line
     )
     ends = sorted(float((Run.of(run, tmp_path).path / "end").read_text()) for run in runs)
-    assert {threads for _, threads in times} == {"4"}
+    assert {threads for _, threads, _ in times} == {"4"}
     assert float(times[2][0]) > ends[0]
 
 
@@ -112,6 +112,23 @@ def test_a_run_with_nothing_beside_it_gets_every_core_also_when_resumed(child, t
         [line.split()[1] for line in (Run.of(run, tmp_path).path / "times").read_text().splitlines()] for run in study
     ]
     assert used == [["8", "8"], ["4"], ["4", "4"]]
+
+
+def test_runs_go_to_one_gpu_each_and_a_freed_one_is_taken_again(child, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_module, "_gpus", lambda: ["2", "GPU-5f"])
+    runs = [config("a", seed) for seed in range(3)]
+    assert sweep(runs, root=tmp_path) == []
+    used = [(Run.of(run, tmp_path).path / "times").read_text().split()[2] for run in runs]
+    assert sorted(used[:2]) == ["2", "GPU-5f"]
+    assert used[2] in used[:2]
+
+
+def test_visible_gpus_are_the_ones_that_the_environment_names(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert sweep_module._gpus() == ["3", "5"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert sweep_module._gpus() == ["0", "1"]
 
 
 def test_finished_runs_are_not_started_again(child, tmp_path):

@@ -1,0 +1,48 @@
+# Every target sets up .venv first where it is missing or older than what it is made from.
+#
+#   make demo                     train, measure, write runs/demo/report.html
+#   make test                     the fast tests; also test-slow, test-gpu, lint, bench, clean
+#   make demo TORCH_INDEX=URL     take torch from this index (PyTorch's install page names one for CPU wheels)
+#   make demo PYTHON=python3.12   make .venv with this interpreter
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+BIN := .venv/bin
+READY := .venv/.installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint test-slow test-gpu bench clean
+
+demo: $(READY)
+	$(BIN)/msa-lab demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+bench: $(READY)
+	for script in kernels/benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+# Runs and prepared corpora (runs/, data/) are kept.
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+# torch comes first and alone, so that TORCH_INDEX decides its build; that index is an extra one because it may not hold
+# the other packages in the versions of constraints.txt, and its builds (2.13.0+cpu) sort above the plain version.
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up .venv (minutes, once)"
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH)
+	$(PIP) -e '.[dev]'
+	touch $@

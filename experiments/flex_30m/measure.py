@@ -1,0 +1,179 @@
+"""Measures training on this machine's GPUs and writes the numbers beside the study.
+
+    python experiments/flex_30m/measure.py reproduce   the same run in two processes with cold compile caches: equal?
+    python experiments/flex_30m/measure.py train       both models to their end, each killed once on the way
+    python experiments/flex_30m/measure.py speed       tokens/s and memory, with and without deterministic mode
+
+With two GPUs the arms run side by side, one each, so that neither disturbs the other's timing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import yaml
+from study import runs
+
+from msa_lab.config import RunConfig
+from msa_lab.config_io import to_dict
+from msa_lab.runs import Run
+
+
+def launch(config: RunConfig, root: Path, gpu: int, caches: Path | None = None) -> subprocess.Popen:
+    """Start `msa-lab train` on one GPU, with compile caches of its own where given."""
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / f"{config.arm}-{config.seed}.yaml"
+    path.write_text(yaml.safe_dump(to_dict(config)))
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    if caches is not None:
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
+    command = [sys.executable, "-m", "msa_lab.cli", "train", "--config", str(path), "--root", str(root)]
+    log = (root / f"{config.arm}-{config.seed}.log").open("a")
+    return subprocess.Popen([*command, "--wandb", "disabled"], env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def finish(config: RunConfig, root: Path, gpu: int, caches: Path | None = None) -> Run:
+    """Train to the end; an error shows the log's end."""
+    if launch(config, root, gpu, caches).wait():
+        print((root / f"{config.arm}-{config.seed}.log").read_text()[-3000:], flush=True)
+        raise SystemExit(f"{config.arm}: failed")
+    return Run.of(config, root)
+
+
+def side_by_side(jobs: list) -> None:
+    """Run the jobs at once, a thread each."""
+    failed: list[BaseException] = []
+
+    def guarded(job) -> None:
+        try:
+            job()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def short(config: RunConfig, steps: int, **train: object) -> RunConfig:
+    """The config for a few steps with the switch to sparse half way."""
+    changed = replace(config.train, steps=steps, proxy_warmup_steps=steps // 2, warmup_steps=5, log_every=10, **train)
+    return replace(config, train=changed, selections=replace(config.selections, records=0))
+
+
+def reproduce(out: Path, steps: int) -> None:
+    """Every logged number of two processes with cold caches, compared for equality."""
+    gpus, report = torch.cuda.device_count(), {}
+    folder = Path(tempfile.mkdtemp())
+    pairs: dict[str, list[Run]] = {}
+
+    def pair(i: int, config: RunConfig) -> None:
+        config = short(config, steps, log_every=1)
+        pairs[config.arm] = [finish(config, folder / f"{k}", i % gpus, folder / f"cache{k}{i}") for k in (0, 1)]
+
+    side_by_side([lambda i=i, c=c: pair(i, c) for i, c in enumerate(runs())])
+    for arm, (first, second) in pairs.items():
+        names = ["tokens_per_second", "mfu"]
+        one, two = (r.metrics[~r.metrics.name.isin(names)].reset_index(drop=True) for r in (first, second))
+        report[arm] = {
+            "steps": steps,
+            "numbers_compared": len(one),
+            "identical": bool(one.equals(two)),
+            "largest_difference": float((one.value - two.value).abs().max()),
+        }
+    write(out / "reproduce.json", report)
+
+
+def speed(out: Path, steps: int) -> None:
+    """tokens/s (median of the second half) and peak memory, deterministic and not, one arm a GPU."""
+    gpus, report = torch.cuda.device_count(), {}
+    folder = Path(tempfile.mkdtemp())
+
+    def both(i: int, config: RunConfig) -> None:
+        for on in (True, False):
+            run = finish(short(config, steps, deterministic=on), folder / str(on), i % gpus)
+            result = run.result
+            report[f"{config.arm}{'' if on else ', not deterministic'}"] = {
+                "tokens_per_second": result["tokens_per_second"],
+                "peak_memory_gib": result["peak_memory_bytes"] / 2**30,
+                "path": result["path"],
+            }
+
+    side_by_side([lambda i=i, c=c: both(i, c) for i, c in enumerate(runs())])
+    write(out / "speed.json", report)
+
+
+def train(out: Path, root: Path, steps: int) -> None:
+    """Both arms to the end; each is killed (SIGKILL) once when it is at least a third through, and resumed."""
+    gpus, report = torch.cuda.device_count(), {}
+
+    def killed_once(i: int, config: RunConfig) -> None:
+        run, process = Run.of(config, root), launch(config, root, i % gpus)
+        while process.poll() is None and (run.metrics.empty or run.metrics.step.max() < steps // 3):
+            time.sleep(1)
+        at = int(run.metrics.step.max()) if not run.metrics.empty else 0
+        process.kill()
+        process.wait()
+        finish(config, root, i % gpus)
+        table, result = run.metrics, run.result
+        speeds = table[table.name == "tokens_per_second"].set_index("step").value
+        keep = ("steps", "tokens", "wall_seconds", "parameters", "bits_per_byte", "bigram_bits_per_byte")
+        report[config.arm] = {name: result[name] for name in (*keep, "validation_loss", "flops_per_token", "path")} | {
+            "killed_at_step": at,
+            "rows_missing_or_twice": int(table[table.name == "train/ce"].step.duplicated().sum()),
+            "tokens_per_second_warmup": float(speeds[speeds.index <= config.train.sparse_step].median()),
+            "tokens_per_second_sparse": float(speeds[speeds.index > config.train.sparse_step + 40].median()),
+            "peak_memory_gib": result["peak_memory_bytes"] / 2**30,
+            "selection_log_mb": sum(f.stat().st_size for f in run.path.rglob("selections.zarr/**/*") if f.is_file())
+            / 1e6,
+        }
+        curve = table[table.name.isin(["train/ce", "train/kl", "validation/bits_per_byte"])]
+        curve[curve.step % 100 == 0].to_csv(out / f"curve_{config.arm}.csv", index=False)
+        (out / f"environment_{config.arm}.json").write_text((run.path / "environment.json").read_text())
+
+    side_by_side([lambda i=i, c=c: killed_once(i, c) for i, c in enumerate(runs(steps))])
+    ratio = report["msa"]["tokens_per_second_sparse"] / report["dense"]["tokens_per_second_sparse"]
+    write(out / "train.json", {**report, "msa_over_dense_tokens_per_second": ratio})
+
+
+def write(path: Path, report: dict) -> None:
+    """Store a table with what it was measured on, and show it."""
+    where = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "command": " ".join(sys.argv)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**where, **report}, indent=2) + "\n")
+    print(path.read_text(), flush=True)
+
+
+def main() -> None:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("reproduce", "speed", "train"))
+    parser.add_argument("--steps", type=int, default=0, help="steps a run (reproduce: 40, speed: 200, train: 4000)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where the tables go")
+    parser.add_argument("--root", type=Path, default=Path("runs"), help="where `train` keeps its runs")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.what == "reproduce":
+        reproduce(args.out, args.steps or 40)
+    elif args.what == "speed":
+        speed(args.out, args.steps or 200)
+    else:
+        train(args.out, args.root, args.steps or 4000)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What a figure shows, checked on the artists that draw it."""
+
+from __future__ import annotations
+
+import io
+import time
+import warnings
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import planted
+import pytest
+import xarray as xr
+from matplotlib.colors import to_rgba
+from msa_analysis import figures, heatmaps, specialization
+from msa_analysis.tally import tally
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def rate_of(values: np.ndarray) -> xr.DataArray:
+    layers, proxies = values.shape[:2]
+    coords = {"layer": range(layers), "proxy": range(proxies)}
+    return xr.DataArray(values, dims=("layer", "proxy", "query_block", "key_block"), coords=coords)
+
+
+def images(figure: mpl.figure.Figure) -> list:
+    return [image for axis in figure.axes for image in axis.get_images()]
+
+
+def test_impossible_cells_differ_from_zeros() -> None:
+    values = np.where(np.tri(8, dtype=bool), 0.0, np.nan)
+    values[5, 2] = 0.5
+    figure = heatmaps.selection_heatmap(rate_of(values[None, None]), block_size=16)
+    (image,) = images(figure)
+    drawn = image.get_array()
+    assert np.array_equal(np.ma.getmaskarray(drawn), ~np.tri(8, dtype=bool))
+    colour = image.to_rgba(drawn)
+    assert colour[0, 7] == pytest.approx(to_rgba(heatmaps.IMPOSSIBLE), abs=0.01)
+    assert colour[7, 0] == pytest.approx(image.cmap(0.0), abs=0.01)
+    assert not np.allclose(colour[7, 0], colour[0, 7], atol=0.05)
+    assert figure.axes[0].yaxis_inverted()
+    assert "0 on top" in figure.axes[0].get_ylabel()
+
+
+def test_all_panels_share_one_scale_from_zero() -> None:
+    values = np.where(np.tri(8, dtype=bool), 0.1, np.nan)[None, None].repeat(2, 0).repeat(3, 1)
+    values[1, 2, 7, 0] = 0.9
+    figure = heatmaps.selection_heatmap(rate_of(values), block_size=16)
+    limits = {image.norm.vmin for image in images(figure)} | {image.norm.vmax for image in images(figure)}
+    assert len(images(figure)) == 6
+    assert limits == {0.0, 0.9}
+
+
+def test_a_long_map_keeps_its_mass_and_its_hot_row() -> None:
+    values = np.random.default_rng(0).random((60_000, 256)) * 0.02
+    values[12_345] = 1.0
+    start = time.perf_counter()
+    mass, cells = heatmaps.pool(values)
+    figure = heatmaps.selection_heatmap(rate_of(values[None, None]), block_size=128)
+    figures.save(figure, io.BytesIO())
+    assert time.perf_counter() - start < 10
+    assert mass.shape == (512, 256)
+    assert mass.sum() == pytest.approx(values.sum(), rel=1e-9)
+    assert cells.sum() == values.size
+    (image,) = images(figure)
+    rows = np.asarray(image.get_array()).mean(1)
+    hot = 12_345 * 512 // 60_000
+    assert rows.argmax() == hot
+    assert rows[hot] > 1.5 * np.delete(rows, hot).max()
+    assert len(figure.axes[0].get_yticks()) < 10
+
+
+@pytest.mark.parametrize("shape", [(4096, 32), (7, 5), (513, 512)])
+def test_pooling_keeps_mass_beside_impossible_cells(shape: tuple[int, int]) -> None:
+    values = np.random.default_rng(1).random(shape)
+    values[np.triu_indices(shape[0], 1, shape[1])] = np.nan
+    mass, cells = heatmaps.pool(values)
+    assert mass.sum() == pytest.approx(np.nansum(values))
+    assert cells.sum() == np.isfinite(values).sum()
+
+
+def test_selection_rate_counts_queries_of_all_documents() -> None:
+    log = planted.log([planted.newest], documents=3, context=128, block_size=16, top_k=3)
+    rate = heatmaps.selection_rate(log).values[0, 0]
+    expected = np.where(np.tri(8, dtype=bool), np.tri(8) - np.tri(8, k=-3), np.nan)
+    assert np.array_equal(rate, expected, equal_nan=True)
+
+
+def test_profiles_draw_the_null_and_the_teacher_with_units() -> None:
+    log = planted.log([planted.newest, planted.oldest], layers=2, steps=(0,))
+    frame = specialization.distance_profile(log)
+    figure = figures.distance_profiles(frame, block_size=16)
+    assert len(figure.axes) == 2
+    labels = [line.get_label() for line in figure.axes[0].get_lines()]
+    assert "null: uniform choice" in labels
+    assert "teacher (mean of groups)" in labels
+    assert "1 block = 16 tokens" in figure.axes[0].get_xlabel()
+    null = next(line for line in figure.axes[0].get_lines() if line.get_label() == "null: uniform choice")
+    assert null.get_ydata() == pytest.approx(frame[frame["null"] > 0].groupby("bin")["null"].mean().to_numpy())
+
+
+def test_dynamics_mark_the_switch_and_say_what_is_not_defined() -> None:
+    frame = specialization.dynamics(tally(planted.log([planted.uniform], steps=(0, 10, 20))))
+    figure = figures.training_dynamics(frame.assign(arm="p1", seed=0, run="r"), switches=[10])
+    texts = [text.get_text() for axis in figure.axes for text in axis.texts]
+    assert any("one proxy" in text for text in texts)
+    for axis in figure.axes:
+        assert any(list(line.get_xdata()) == [10, 10] for line in axis.get_lines())
+        assert axis.get_xlabel() == "optimizer step"
+
+
+def test_an_arm_has_one_colour_whatever_stands_beside_it() -> None:
+    colours = figures.palette(["dense", "msa", "window"])
+    metrics = pd.DataFrame(
+        {"step": [0, 1] * 2, "name": "train/ce", "value": [3.0, 2.0, 3.1, 2.1], "run": ["a"] * 2 + ["b"] * 2}
+    )
+    metrics["arm"] = ["msa"] * 2 + ["window"] * 2
+    scored = metrics.assign(name="validation/bits_per_byte")
+    figure = figures.loss_curves(pd.concat([metrics, scored]), colours=colours, bigram=3.5)
+    drawn = {tuple(line.get_color()) for line in figure.axes[0].get_lines() if len(line.get_xdata())}
+    assert drawn == {colours["msa"], colours["window"]}
+
+
+def test_no_figure_is_left_open() -> None:
+    import matplotlib.pyplot as plt
+
+    before = plt.get_fignums()
+    for _ in range(20):
+        figure = heatmaps.selection_heatmap(rate_of(np.zeros((1, 1, 8, 8))), block_size=16)
+        figures.save(figure, io.BytesIO(), dpi=50)
+    assert plt.get_fignums() == before
+
+
+def test_the_same_figure_gives_the_same_bytes() -> None:
+    frame = specialization.distance_profile(planted.log([planted.newest], steps=(0,)))
+    files = []
+    for _ in range(2):
+        buffer = io.BytesIO()
+        figures.save(figures.distance_profiles(frame, block_size=16), buffer, kind="svg")
+        files.append(buffer.getvalue())
+    assert files[0] == files[1]

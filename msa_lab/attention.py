@@ -159,10 +159,9 @@ class Core(nn.Module):
         learn = proxies is not None and context.with_kl
         if selection is None or (proxies is not None and not context.sparse):
             out, lse = dense_attention(q, k, v, cu_seqlens=context.cu_seqlens, return_lse=learn, backend=self.backend)
-            if not learn or proxies is None:
+            if proxies is None or lse is None:
                 return out, None
-            kl = dense_proxy_kl(*proxies, q, k, lse, cu_seqlens=context.cu_seqlens, backend=self.backend)
-            return out, kl
+            return out, dense_proxy_kl(*proxies, q, k, lse, cu_seqlens=context.cu_seqlens, backend=self.backend)
         if proxies is None:
             return sparse_attention(q, k, v, selection, backend=self.backend)[0], None
         step = msa_attention(*proxies, q, k, v, selection=selection, with_kl=learn, backend=self.backend)

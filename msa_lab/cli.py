@@ -10,7 +10,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,10 +80,12 @@ def _train_study(runs: list[RunConfig], args: Namespace) -> int:
 
 
 def _write_report(runs: list[Run], out: Path) -> None:
+    from msa_analysis.evidence import collect
     from msa_analysis.report import summary_table, write_report
 
-    path = write_report(runs, out)
-    print(summary_table(runs))
+    evidence = collect(runs)
+    path = write_report(evidence, out)
+    print(summary_table(evidence).to_string(index=False))
     print(f"report: {path}")
 
 
@@ -127,24 +128,14 @@ def _end_with_sweep() -> None:
 
 
 def _prepare(args: Namespace) -> int:
-    from msa_lab.data import Corpus, open_data
+    from msa_lab.prepare import prepare
 
-    config: DataConfig = from_dict(args.data.as_dict(), DataConfig, "data.")
-    data = open_data(config, args.cache, print)
-    if args.bpe:
-        from msa_lab.store import document_texts
-        from msa_lab.tokenizer import train_bpe
-
-        if not isinstance(data, Corpus) or config.tokenizer != "bytes":
-            raise ValueError(
-                f"bpe={args.bpe}: is trained on a corpus of bytes; leave data.tokenizer='bytes' and data.source one of "
-                "python, text, hf"
-            )
-        path = Path(args.cache) / f"bpe{args.bpe}-{data.hash}.json"
-        train_bpe(document_texts(data.folder, "train"), args.bpe, path)
-        data = open_data(replace(config, tokenizer=str(path)), args.cache, print)
-        print(f"use it with --data.tokenizer {path} --model.vocab_size {data.vocab_size}")
+    config, data = prepare(
+        from_dict(args.data.as_dict(), DataConfig, "data."), bpe=args.bpe, cache=args.cache, report=print
+    )
     print(json.dumps({"hash": data.hash, "vocab_size": data.vocab_size, **data.manifest}, indent=2))
+    if args.bpe:
+        print(f"use it with --data.tokenizer {config.tokenizer} --model.vocab_size {data.vocab_size}")
     return 0
 
 

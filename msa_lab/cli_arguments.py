@@ -89,7 +89,7 @@ def _prepare(parser: ArgumentParser) -> None:
     """Build a corpus, so that training starts at once: the one that `--data.*` describes."""
     parser.add_class_arguments(DataConfig, "data")
     text = "Also train a BPE tokenizer of this many tokens on it, for `--data.tokenizer`."
-    parser.add_argument("--bpe", type=int, default=0, help=text)
+    parser.add_argument("--bpe", type=int | None, default=None, help=text)
     _cache(parser)
 
 

@@ -20,7 +20,7 @@ def runs(seeds: Sequence[int] = (0,)) -> list[RunConfig]:
         arm="stem",
         model=ModelConfig(attention="dense", block_size=16, top_k_blocks=4),
         data=DataConfig(source="python", max_bytes=12_000_000, context_length=1024),
-        train=TrainConfig(steps=400, stop_at=200, batch_size=8, proxy_warmup_steps=40),
+        train=TrainConfig(steps=420, stop_at=240, batch_size=4, proxy_warmup_steps=40),
         selections=SelectionConfig(records=12, documents=8),
     )
     return _forked(stem, seeds)

@@ -72,9 +72,11 @@ def score(model: Transformer, data: Data, config: RunConfig, batches: int, *, sp
 
 
 def _count_hits(hits: dict[int, list[int]], right: torch.Tensor, distance: torch.Tensor, block_size: int) -> None:
-    """Add up right answers by the distance of what they depend on, in blocks (tokens over the block size)."""
+    """Add up right answers by the distance of what they depend on: own block minus the source's block."""
     asked = distance >= 0
-    for blocks, ok in zip((distance[asked] // block_size).tolist(), right[asked].tolist(), strict=True):
+    position = torch.arange(distance.shape[1], device=distance.device).expand_as(distance)
+    apart = position // block_size - (position - distance) // block_size
+    for blocks, ok in zip(apart[asked].tolist(), right[asked].tolist(), strict=True):
         hits[blocks][0] += int(ok)
         hits[blocks][1] += 1
 

@@ -251,5 +251,5 @@ class Learner(L.LightningModule):
 
     def _groups(self) -> list[dict[str, Any]]:
         optimizer = self.optimizers()
-        assert isinstance(optimizer, torch.optim.Optimizer | L.pytorch.core.optimizer.LightningOptimizer)
+        assert not isinstance(optimizer, list)
         return optimizer.param_groups

@@ -1,9 +1,8 @@
 """The selection log on disk: a Zarr v3 group, `selections.zarr` in the run folder.
 
 Every variable has its full shape from the start and one compressed, checksummed chunk per record, so that a record is
-a handful of new files and nothing else changes. `phase` and then `step` are rewritten last, in one chunk each: a record
-exists once its step does. Whatever a kill or a full disk leaves behind before that is not part of the log, and the next
-record takes its place. One process writes.
+a handful of new files. `phase` and then `step` are rewritten last, in one chunk each: a record exists once its step
+does, and what a kill or a full disk leaves behind before that is overwritten by the next. One process writes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class SelectionStore:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        # A chunk that holds fill values only is written too: a missing file always means a record that was torn.
+        # Chunks of fill values are written too: a missing file always means a torn record.
         with zarr.config.set({"array.write_empty_chunks": True}):
             group = zarr.open_group(self.path, mode="r+")
             self.arrays: dict[str, zarr.Array] = dict(group.arrays())
@@ -191,9 +190,8 @@ def open_selections(run: Run | str | Path) -> xr.Dataset:
     )
 
 
-def _make(path: Path, config: RunConfig, documents: Sequence[str], tokens: np.ndarray) -> None:
-    model, wanted = config.model, config.selections
-    layers = [i for i, kind in enumerate(model.attention_kinds) if kind != "dense"]
+def _attributes(config: RunConfig, documents: Sequence[str]) -> dict[str, Any]:
+    model = config.model
     attrs: dict[str, Any] = {
         "block_size": model.block_size,
         "top_k_blocks": model.top_k_blocks,
@@ -202,8 +200,8 @@ def _make(path: Path, config: RunConfig, documents: Sequence[str], tokens: np.nd
         "num_query_heads": model.num_query_heads,
         "num_proxies": model.num_proxies,
         "context_length": config.data.context_length,
-        "query_stride": wanted.query_stride,
-        "layers": layers,
+        "query_stride": config.selections.query_stride,
+        "layers": [i for i, kind in enumerate(model.attention_kinds) if kind != "dense"],
         "documents": list(documents),
         "tokenizer": _tokenizer(config),
         "config_hash": config_hash(config),
@@ -214,8 +212,13 @@ def _make(path: Path, config: RunConfig, documents: Sequence[str], tokens: np.nd
             f"model.block_size={model.block_size}: makes {_num_blocks(attrs)} blocks of {config.data.context_length} "
             f"tokens, and the log numbers at most 32768; try {-(-config.data.context_length // 32768)}"
         )
+    return attrs
+
+
+def _make(path: Path, config: RunConfig, documents: Sequence[str], tokens: np.ndarray) -> None:
+    model, wanted, attrs = config.model, config.selections, _attributes(config, documents)
     queries = len(range(0, config.data.context_length, wanted.query_stride))
-    shape = (wanted.records, len(layers), len(documents), model.num_proxies, queries, model.top_k_blocks)
+    shape = (wanted.records, len(attrs["layers"]), len(documents), model.num_proxies, queries, model.top_k_blocks)
     heads = (*shape[1:3], model.num_query_heads, *shape[4:])
     if (largest := 2 * int(np.prod(heads))) >= LARGEST_CHUNK:
         stride = wanted.query_stride * (largest // LARGEST_CHUNK + 1)
@@ -277,9 +280,8 @@ def _num_blocks(attrs: Mapping[str, Any]) -> int:
 
 
 def _tokenizer(config: RunConfig) -> str:
-    if config.data.source == "recall":
-        return "recall"
-    return "bytes" if config.data.tokenizer == "bytes" else "tokenizer.json"
+    words = "bytes" if config.data.tokenizer == "bytes" else "tokenizer.json"
+    return "recall" if config.data.source == "recall" else words
 
 
 def _find(run: Run | str | Path) -> Path:

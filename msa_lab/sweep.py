@@ -243,7 +243,7 @@ def _last_line(path: Path, start: int) -> str:
     with path.open("rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return next((line.strip().removeprefix("msa-lab: ") for line in reversed(lines) if line.strip()), "")
 
 
 def load_study(path: str | Path) -> list[RunConfig]:

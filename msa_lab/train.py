@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch.utils import deterministic
 
 from msa_lab.budget import count_parameters, flops_per_token
 from msa_lab.callbacks import Checkpoints, Progress, StopOnSignal, Validation
@@ -133,7 +135,7 @@ def make_deterministic(on: bool) -> None:
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Filling what is about to be overwritten costs bandwidth and decides nothing.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         if torch.cuda.is_available():
             import torch._inductor.config as inductor
 
@@ -242,7 +244,7 @@ def _result(
     before = stem_of(config, run.path.parents[2]).result if train.fork_from else {}
     seconds = next(c for c in learner.trainer.callbacks if isinstance(c, _Timekeeper)).elapsed  # pyright: ignore
     metrics = run.metrics
-    speed = metrics[(metrics.name == "tokens_per_second")]["value"]
+    speed = metrics.loc[metrics["name"] == "tokens_per_second", "value"].to_numpy()
     return {
         "study": config.study,
         "arm": config.arm,
@@ -252,7 +254,7 @@ def _result(
         "steps": train.last_step,
         "tokens": train.last_step * per_step,
         "wall_seconds": seconds + before.get("wall_seconds", 0.0),
-        "tokens_per_second": float(speed.tail(max(1, len(speed) // 2)).median()) if len(speed) else None,
+        "tokens_per_second": float(np.median(speed[len(speed) // 2 :])) if len(speed) else None,
         "parameters": {
             "total": parameters.total,
             "non_embedding": parameters.non_embedding,

@@ -16,6 +16,7 @@ from msa_analysis.tally import totals
 Statistic = Callable[[xr.Dataset], xr.DataArray]
 TEACHER = re.compile("teacher|recall|heads|excess_recency")
 """Metrics that need the teacher's blocks."""
+LABELS = ("step", "phase", "layer", "proxy", "other")
 
 
 def estimate(
@@ -29,7 +30,9 @@ def estimate(
 ) -> pd.DataFrame:
     """Value, jackknife interval and null of a statistic, as rows."""
     held = sums["slots"].sel(source="proxy").sum([d for d in sums["slots"].dims if d not in ("document", "source")])
-    sums = sums.isel(document=np.flatnonzero(held.values > 0))
+    # Labels are put aside meanwhile: aligning them costs more than the arithmetic.
+    labels = {name: sums[name] for name in LABELS if name in sums.coords}
+    sums = sums.drop_vars([*labels, "document"], errors="ignore").isel(document=np.flatnonzero(held.values > 0))
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)
         whole, without = totals(sums)
@@ -38,6 +41,7 @@ def estimate(
         value, left_out, reference = (number.mean(over, skipna=True) for number in numbers)
         value, low, high = jackknife(value, left_out, correct_bias=correct_bias)
     table = xr.Dataset({"value": value, "low": low, "high": high, "null": reference})
+    table = table.assign_coords({name: label for name, label in labels.items() if set(label.dims) <= set(table.dims)})
     frame = table.drop_vars("source", errors="ignore").to_dataframe().reset_index()
     frame.insert(0, "metric", metric)
     return _explained(frame, sums.sizes["document"], correct_bias)

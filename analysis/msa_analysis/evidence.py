@@ -15,6 +15,7 @@ import pandas as pd
 import xarray as xr
 
 from msa_analysis import quality, specialization
+from msa_analysis.statistics import t_interval
 from msa_analysis.tally import tally
 from msa_lab.runs import Run, find
 
@@ -93,23 +94,26 @@ def _selected(run: Run, label: str) -> Selected | None:
     if data.sizes["step"] == 0:
         return None
     sums = tally(data)
-    return Selected(label, data, sums, specialization.summary(sums), specialization.dynamics(sums))
+    history = specialization.dynamics(sums)
+    return Selected(label, data, sums, specialization.summary(sums, history=history), history)
 
 
 def over_seeds(frame: pd.DataFrame) -> pd.DataFrame:
     """Numbers of whole runs (layer missing) by arm and metric: mean over seeds, t interval, n.
 
-    Columns arm, metric, value, low, high, null, n, over ("seeds", or "documents" with one seed), reason.
+    Columns arm, metric, value, low, high, null, n, over ("seeds", or "documents" with one seed), p_value (of one seed's
+    documents), reason.
     """
+    columns = ["arm", "metric", "value", "low", "high", "null", "n", "over", "p_value", "reason"]
+    if frame.empty:
+        return pd.DataFrame(columns=columns)
     rows = []
-    whole = frame[frame["layer"].isna()] if len(frame) else frame
-    for (arm, metric), part in whole.groupby(["arm", "metric"], sort=False) if len(frame) else []:
-        first, null = part.iloc[0], part["null"].mean()
-        numbers = {"value": first["value"], "low": first["low"], "high": first["high"], "n": int(first["documents"])}
-        over, reason = "documents", first["reason"]
+    for _, part in frame[frame["layer"].isna()].groupby(["arm", "metric"], sort=False):
+        row = part.iloc[0].to_dict() | {"n": int(part["documents"].iloc[0]), "over": "documents"}
         if len(part) > 1:
-            mean, low, high = quality.t_interval(part["value"].to_numpy(float))
-            numbers, over = {"value": mean, "low": low, "high": high, "n": len(part)}, "seeds"
+            mean, low, high = t_interval(part["value"].to_numpy(float))
             reason = "" if np.isfinite(low) else "; ".join(part["reason"][part["reason"] != ""].unique())
-        rows.append({"arm": arm, "metric": metric, **numbers, "null": null, "over": over, "reason": reason})
-    return pd.DataFrame(rows, columns=["arm", "metric", "value", "low", "high", "null", "n", "over", "reason"])
+            row |= {"value": mean, "low": low, "high": high, "n": len(part), "over": "seeds", "reason": reason}
+            row |= {"null": part["null"].mean(), "p_value": np.nan}
+        rows.append(row)
+    return pd.DataFrame(rows)[columns]

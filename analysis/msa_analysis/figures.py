@@ -36,7 +36,6 @@ STYLE = {
     "grid.color": "#e6e8eb",
     "legend.frameon": False,
     "lines.linewidth": 1.6,
-    "svg.hashsalt": "msa",
     "text.color": INK,
     "xtick.color": FAINT,
     "xtick.labelcolor": INK,
@@ -62,7 +61,8 @@ def palette(arms: Iterable[str]) -> Colours:
 
 def save(figure: Figure, target: str | Path | io.BytesIO, *, kind: str = "png", dpi: int = 200) -> None:
     """Write the figure as png or svg; the same figure gives the same bytes."""
-    figure.savefig(target, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None)
+    with mpl.rc_context({"svg.hashsalt": "msa"}):
+        figure.savefig(target, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None)
 
 
 def distance_profiles(profile: pd.DataFrame, *, block_size: int, title: str = "") -> Figure:
@@ -86,10 +86,11 @@ def distance_profiles(profile: pd.DataFrame, *, block_size: int, title: str = ""
         axis.plot(np.arange(len(wanted)), wanted, ":", color=INK, label="teacher (mean of groups)")
         uniform = part.groupby("bin")["null"].mean()
         axis.plot(np.arange(len(uniform)), uniform, "--", color=NULL, label="null: uniform choice")
-        axis.set(title=f"layer {layer}", xticks=np.arange(len(labels)), ylim=(0, None))
+        axis.set(title=f"layer {layer}", xticks=np.arange(len(labels)))
         axis.set_xticklabels(labels, fontsize="small")
         axis.set_xlabel(f"distance, blocks back (1 block = {block_size} tokens)")
-    axes[0].set_ylabel("share of learned slots")
+    if axes:
+        axes[0].set(ylabel="share of learned slots", ylim=(0, None))
     return _finish(figure, axes, title)
 
 

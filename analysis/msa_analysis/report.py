@@ -181,7 +181,9 @@ def _corpora(evidence: Evidence) -> list[dict[str, Any]]:
     found = {}
     for run in evidence.runs:
         corpus = run.environment.get("corpus") or {}
-        facts = {key: value for key, value in corpus.items() if isinstance(value, str | int | float) and key != "hash"}
+        counted = {key: len(value) if isinstance(value, list | dict) else value for key, value in corpus.items()}
+        # A path on the machine that trained says nothing here.
+        facts = {k: v for k, v in counted.items() if k != "hash" and not Path(str(v)).is_absolute()}
         found.setdefault(run.result["corpus_hash"], {"source": run.config.data.source, **facts})
     return [{"hash": key, "facts": facts} for key, facts in found.items()]
 

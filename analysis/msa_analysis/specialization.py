@@ -190,18 +190,18 @@ def mutual_information(data: xr.Dataset, *, pool: Sequence[str] = (), permutatio
     return frame
 
 
-def summary(data: xr.Dataset) -> pd.DataFrame:
+def summary(data: xr.Dataset, *, history: pd.DataFrame | None = None) -> pd.DataFrame:
     """The last record in one table: each metric a layer, and the mean over layers (layer is missing there).
 
-    `q_value` is the p-value of the mutual information corrected over layers (Benjamini and Hochberg).
+    `q_value` is the p-value of the mutual information corrected over layers (Benjamini and Hochberg). `history` is
+    what `dynamics` gave for the same data, where that is at hand.
     """
-    ends = data.isel(step=sorted({0, data.sizes["step"] - 1}))
-    sums = _tallied(ends)
-    frame = dynamics(sums)
-    strength = [mutual_information(sums.isel(step=[-1]), pool=pool, permutations=999) for pool in (("proxy",), RUN)]
-    null = pd.concat(strength)[[*KEYS, "null_mean", "null_high", "p_value"]]
-    frame = frame[frame["step"] == frame["step"].max()].drop(columns=["null_mean", "null_high", "p_value"])
-    frame = frame.merge(null, how="left", on=KEYS)
+    sums = _tallied(data.isel(step=sorted({0, data.sizes["step"] - 1})))
+    frame = dynamics(sums) if history is None else history
+    frame = frame[frame["step"] == sums["step"].values[-1]].drop(columns=["null_mean", "null_high", "p_value"])
+    end = sums.isel(step=[-1])
+    null = pd.concat([mutual_information(end, pool=pool, permutations=999) for pool in (("proxy",), RUN)])
+    frame = frame.merge(null[[*KEYS, "null_mean", "null_high", "p_value"]], how="left", on=KEYS)
     family = frame["p_value"].notna() & frame["layer"].notna()
     frame["q_value"] = np.nan
     if family.any():

@@ -32,7 +32,7 @@ def tally(dataset: xr.Dataset, *, min_visible: int | None = None) -> xr.Dataset:
     """
     rows = counting_rows(dataset, min_visible=min_visible)
     steps = [_one_step(dataset.isel(step=i), rows) for i in range(dataset.sizes["step"])]
-    result = xr.concat(steps, "step") if steps else xr.Dataset()
+    result = xr.concat(steps, "step").drop_vars(["step", "phase"], errors="ignore")
     names = ("step", "phase", "layer", "document", "proxy")
     result = result.assign_coords({name: dataset.coords[name] for name in names if name in dataset.coords})
     result = result.assign_coords(other=result["proxy"].values, source=["proxy", "teacher"])
@@ -47,24 +47,26 @@ def tally(dataset: xr.Dataset, *, min_visible: int | None = None) -> xr.Dataset:
 
 
 def _one_step(record: xr.Dataset, rows: Rows) -> xr.Dataset:
-    order = ("layer", "document", "proxy", "query", "slot")
-    log = record["selected"].transpose(*order).values
-    chosen = learned_slots(log[..., rows.index, :], rows)
+    names = [name for name in ("selected", "teacher") if name in record]
+    record = record[names].transpose("layer", "document", "proxy", "query", "slot").load()
+    layers = [_one_layer(record.isel(layer=i), rows) for i in range(record.sizes["layer"])]
+    return xr.concat(layers, "layer")
+
+
+def _one_layer(record: xr.Dataset, rows: Rows) -> xr.Dataset:
+    chosen = learned_slots(record["selected"].values[..., rows.index, :], rows)
+    wanted = np.full_like(chosen, -1)
     if "teacher" in record:
-        wanted = learned_slots(record["teacher"].transpose(*order).values[..., rows.index, :], rows)
-    else:
-        wanted = np.full_like(chosen, -1)
-    base = ("layer", "document", "proxy")
+        wanted = learned_slots(record["teacher"].values[..., rows.index, :], rows)
+    base = ("document", "proxy")
     both = [_spread(chosen, rows), _spread(wanted, rows)]
     extra = {"bins": "bin", "uniform_bins": "bin", "shares": "part", "uniform_shares": "part"}
     sums: dict[str, Any] = {
         name: (("source", *base, *([extra[name]] if name in extra else [])), np.stack([s[name] for s in both]))
         for name in both[0]
     }
-    for name, value in _fidelity(chosen, wanted, rows).items():
-        sums[name] = ((*base, "bin"), value)
-    for name, value in _pairs(chosen, rows).items():
-        sums[name] = ((*base, "other"), value)
+    sums |= {name: ((*base, "bin"), value) for name, value in _fidelity(chosen, wanted, rows).items()}
+    sums |= {name: ((*base, "other"), value) for name, value in _pairs(chosen, rows).items()}
     return xr.Dataset(sums)
 
 
@@ -121,14 +123,8 @@ def _fidelity(chosen: np.ndarray, wanted: np.ndarray, rows: Rows) -> dict[str, n
     }
 
 
-def _pairs(chosen: Int[np.ndarray, "layer document proxy row slot"], rows: Rows) -> dict[str, np.ndarray]:
+def _pairs(chosen: Int[np.ndarray, "document proxy row slot"], rows: Rows) -> dict[str, np.ndarray]:
     """Blocks that two proxies share in the same row, of the same document and of every other one."""
-    names = ("shared", "chance_shared", "shared_other", "slots_other")
-    per_layer = [_pairs_of_layer(layer, rows) for layer in chosen]
-    return {name: np.stack([sums[name] for sums in per_layer]) for name in names}
-
-
-def _pairs_of_layer(chosen: Int[np.ndarray, "document proxy row slot"], rows: Rows) -> dict[str, np.ndarray]:
     documents, proxies, count, _ = chosen.shape
     shared = np.stack([found(chosen, chosen[:, [q]]).sum((-2, -1)) for q in range(proxies)], -1)
     slots = (chosen >= 0).sum(-1)

@@ -10,7 +10,7 @@ from msa_lab.config_model import ModelConfig
 
 def runs(steps: int = 4000, cache: str = "data") -> list[RunConfig]:
     """Dense and MSA at equal parameters, the same tokens in the same order."""
-    tokenizers = sorted(Path(cache).glob("bpe8192-*.json"))
+    tokenizers = sorted(Path(cache, "tokenizers").glob("*-8192.json"))
     if len(tokenizers) != 1:
         raise ValueError(
             f"{cache}: holds {len(tokenizers)} tokenizers of 8192; make one with `msa-lab prepare --data.max_bytes "

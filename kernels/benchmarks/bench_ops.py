@@ -62,6 +62,7 @@ def operations(options: argparse.Namespace, sequence: int, dtype: torch.dtype) -
         selection = select_blocks(q_proxy, k_proxy, **rule, **path)
         lse = sparse_attention(q, k, v, selection, **path)[1]
         dense_lse = dense_attention(q, k, v, **path)[1]
+        assert dense_lse is not None
     upstream = torch.randn_like(q)
 
     def backward(compute: Callable[[], Tensor], leaves: tuple[Tensor, ...], gradient: Tensor | None = None) -> object:

@@ -11,6 +11,7 @@ pass there: that is for tests, `msa_kernels.reference` is for work.
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -266,19 +267,18 @@ def _selected_tiles(
     """The tiles that hold a token selected by any query of the tile's rows."""
     batch, proxies, sequence, _ = blocks.shape
     count = -(-sequence // TILE)
-    first = blocks.long() * block_size
+    first = blocks * block_size
     if start is not None:
         first = first + start[:, None, :, None]
-    query = torch.arange(sequence, device=blocks.device)[:, None]
+    query = torch.arange(sequence, dtype=torch.int32, device=blocks.device)[:, None]
     last = torch.minimum(first + block_size - 1, query)
     aligned = start is None and (TILE % block_size == 0 or block_size % TILE == 0)
     most = -(-block_size // TILE) if aligned else (block_size - 2) // TILE + 2
-    tile = first[..., None] // TILE + torch.arange(most, device=blocks.device)
-    # One column more than there are tiles: slots without a block go there.
-    tile = torch.where((blocks[..., None] >= 0) & (tile * TILE <= last[..., None]), tile, count)
-    tile = F.pad(tile.flatten(3), (0, 0, 0, count * TILE - sequence), value=count)
-    found = torch.zeros(batch, proxies, count, count + 1, dtype=torch.bool, device=blocks.device)
-    return found.scatter(-1, tile.view(batch, proxies, count, -1), True)[..., :count]
+    tile = first[..., None] // TILE + torch.arange(most, dtype=torch.int32, device=blocks.device)
+    tile = torch.where((blocks[..., None] >= 0) & (tile * TILE <= last[..., None]), tile, -1)
+    tile = F.pad(tile.flatten(3), (0, 0, 0, count * TILE - sequence), value=-1).view(batch, proxies, count, -1, 1)
+    # Comparisons rather than a scatter, which deterministic mode would turn into a sort.
+    return (tile == torch.arange(count, dtype=torch.int32, device=blocks.device)).any(-2)
 
 
 # The proxies' scores.
@@ -578,7 +578,7 @@ def _compiled(function: Callable) -> Callable:
 @functools.cache
 def _compile(function: Callable) -> Callable:
     # Compute again rather than write down what several results share: the scores are large, the arithmetic is cheap.
-    inline = {
+    inline: dict[str, Any] = {
         "realize_reads_threshold": 1000,
         "realize_opcount_threshold": 100_000,
         "realize_acc_reads_threshold": 1000,

@@ -207,7 +207,7 @@ def _attention(
             outs.append(out)
             lses.append(lse)
         out, lse = torch.cat(outs, 2).transpose(1, 2), torch.cat(lses, 2).transpose(1, 2)
-    return out.to(q.dtype), lse.detach()
+    return out.to(q.dtype), lse
 
 
 def _kl(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,7 @@ def write_metrics(run: Run, made: RunConfig, quality: float) -> None:
     (run.path / "metrics.csv").write_text("\n".join(lines) + "\n")
 
 
+@functools.cache
 def trained_log(seed: int = 0, proxies: int = 2) -> xr.Dataset:
     """Twelve records: proxies that start alike and end near and far, with teachers and heads that lean the same way."""
     final = [4.0, -2.0, 6.0, 0.0][:proxies]

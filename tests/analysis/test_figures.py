@@ -118,10 +118,8 @@ def test_dynamics_mark_the_switch_and_say_what_is_not_defined() -> None:
 
 def test_an_arm_has_one_colour_whatever_stands_beside_it() -> None:
     colours = figures.palette(["dense", "msa", "window"])
-    metrics = pd.DataFrame(
-        {"step": [0, 1] * 2, "name": "train/ce", "value": [3.0, 2.0, 3.1, 2.1], "run": ["a"] * 2 + ["b"] * 2}
-    )
-    metrics["arm"] = ["msa"] * 2 + ["window"] * 2
+    metrics = pd.DataFrame({"step": [0, 1] * 2, "name": "train/ce", "value": [3.0, 2.0, 3.1, 2.1]})
+    metrics["run"] = metrics["arm"] = ["msa"] * 2 + ["window"] * 2
     scored = metrics.assign(name="validation/bits_per_byte")
     figure = figures.loss_curves(pd.concat([metrics, scored]), colours=colours, bigram=3.5)
     drawn = {tuple(line.get_color()) for line in figure.axes[0].get_lines() if len(line.get_xdata())}
@@ -132,7 +130,7 @@ def test_no_figure_is_left_open() -> None:
     import matplotlib.pyplot as plt
 
     before = plt.get_fignums()
-    for _ in range(20):
+    for _ in range(5):
         figure = heatmaps.selection_heatmap(rate_of(np.zeros((1, 1, 8, 8))), block_size=16)
         figures.save(figure, io.BytesIO(), dpi=50)
     assert plt.get_fignums() == before

@@ -42,8 +42,9 @@ def test_one_seed_speaks_of_one_pair_of_models(tmp_path: Path) -> None:
 
 
 def test_one_seed_without_documents_has_no_interval(tmp_path: Path) -> None:
-    runs = pair(tmp_path, 0, 2.0, 2.03, documents=[])
-    runs[0].write_json("result.json", runs[0].result | {"documents": []})
+    runs = pair(tmp_path, 0, 2.0, 2.03)
+    for run in runs:
+        run.write_json("result.json", run.result | {"documents": []})
     row = quality.compare(runs).iloc[0]
     assert row["difference"] == pytest.approx(0.03)
     assert np.isnan(row["low"])

@@ -9,6 +9,8 @@ from msa_kernels.selection import Selection
 from torch.nn.attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
 DOCUMENTS = (0, 30, 30, 130, 200, 200, 333, 400)
 
 
@@ -26,12 +28,12 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "rows": Case(2, 300, 4, 2, 2, 1, block_size=16, slots=3),
+    "rows": Case(2, 300, 4, 2, 2, 1, block_size=4, slots=6),
     "proxy_over_kv_heads": Case(1, 257, 4, 4, 2, 2, block_size=64, slots=3),
     "documents": Case(2, 200, 4, 2, 4, 1, block_size=48, slots=2, documents=DOCUMENTS),
     "block_over_tile": Case(1, 300, 4, 1, 2, 1, block_size=256, slots=1),
     "one_token": Case(2, 1, 4, 2, 2, 1, block_size=16, slots=3),
-    "many_words": Case(1, 520, 2, 1, 2, 1, block_size=1, slots=30),
+    "many_words": Case(1, 300, 2, 1, 2, 1, block_size=1, slots=30),
     "long": Case(1, 2100, 2, 1, 2, 1, block_size=128, slots=3, dim=4),
 }
 
@@ -88,7 +90,7 @@ def test_everything_equals_the_reference(name):
             assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("name", ["rows", "documents", "block_over_tile"])
+@pytest.mark.parametrize("name", ["rows", "proxy_over_kv_heads", "documents", "block_over_tile"])
 def test_tiles_are_exactly_those_that_hold_a_selected_token(name, monkeypatch):
     monkeypatch.setattr(flex, "TILE", 32)
     case = CASES[name]

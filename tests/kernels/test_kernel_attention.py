@@ -157,7 +157,7 @@ def test_nothing_selected_at_all_is_zero_everywhere():
 
 def test_chunks_and_recomputation_change_nothing(monkeypatch):
     leaves = tensors(11, 2, 50, **SIZES)
-    cu = torch.tensor([0, 13, 50, 50, 100], dtype=torch.int32)
+    cu = torch.tensor([0, 13, 50, 50, 71, 100], dtype=torch.int32)  # later chunks begin after the first documents
 
     def everything():
         rule = {"top_k_blocks": 2, "block_size": 4, "cu_seqlens": cu}

@@ -7,18 +7,18 @@ from msa_kernels import msa_attention, random_selection, reference, row_keys
 
 CU = torch.tensor([0, 4, 11, 11, 22], dtype=torch.int32)
 SIZES = {"batch": 2, "sequence": 11, "heads": 4, "kv_heads": 2, "proxies": 2, "proxy_kv_heads": 1}
-GRIDS = [{"block_size": 3, "cu_seqlens": cu} for cu in (None, CU)]
 
 
-@pytest.fixture(params=[False, True], ids=["kept", "recomputed"])
-def _chunked(request, monkeypatch):
-    if request.param:
-        monkeypatch.setattr(reference, "CHUNK_QUERIES", 4)
-        monkeypatch.setattr(reference, "KEPT_SCORES", 0)
+@pytest.fixture(params=["rows", "documents_recomputed"])
+def grid(request, monkeypatch):
+    """The block grid: of rows in one chunk, and of packed documents in chunks that are recomputed."""
+    if request.param == "rows":
+        return {"block_size": 3, "cu_seqlens": None}
+    monkeypatch.setattr(reference, "CHUNK_QUERIES", 4)
+    monkeypatch.setattr(reference, "KEPT_SCORES", 0)
+    return {"block_size": 3, "cu_seqlens": CU}
 
 
-@pytest.mark.usefixtures("_chunked")
-@pytest.mark.parametrize("grid", GRIDS, ids=["rows", "documents"])
 def test_gradcheck_of_attention(grid):
     q_proxy, k_proxy, *main = tensors(0, **SIZES, dim=3, proxy_dim=2)
     selection = reference.select_blocks(q_proxy, k_proxy, top_k_blocks=2, **grid)
@@ -27,8 +27,6 @@ def test_gradcheck_of_attention(grid):
     assert torch.autograd.gradcheck(lambda *x: reference.dense_attention(*x, cu_seqlens=grid["cu_seqlens"])[0], main)
 
 
-@pytest.mark.usefixtures("_chunked")
-@pytest.mark.parametrize("grid", GRIDS, ids=["rows", "documents"])
 def test_gradcheck_of_the_divergence(grid):
     q_proxy, k_proxy, q, k, v = tensors(1, **SIZES, dim=3, proxy_dim=2)
     selection = reference.select_blocks(q_proxy, k_proxy, top_k_blocks=2, **grid)
@@ -48,8 +46,6 @@ def test_gradcheck_of_dense_attention_without_lse():
     assert torch.autograd.gradcheck(lambda *x: reference.dense_attention(*x, return_lse=False)[0], main)
 
 
-@pytest.mark.usefixtures("_chunked")
-@pytest.mark.parametrize("grid", GRIDS, ids=["rows", "documents"])
 def test_the_step_compiles_without_a_graph_break(grid):
     leaves = tensors(3, **SIZES)
 

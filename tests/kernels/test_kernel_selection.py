@@ -231,6 +231,9 @@ def test_random_blocks_are_a_pure_function_of_the_key():
     assert not torch.equal(first.blocks[:, 0], first.blocks[:, 1])
     alone = random_selection(1, 60, 2, **rule, keys=keys[1:2])
     assert torch.equal(alone.blocks[0], first.blocks[1])
+    words = random_selection(3, 60, 2, **rule, keys=torch.tensor([1, 2, 2**32 + 1])).blocks
+    assert not torch.equal(words[0], words[1])
+    assert not torch.equal(words[0], words[2])
     for other in ((4, 5, 1), (3, 6, 1), (3, 5, 2)):
         changed = random_selection(3, 60, 2, **rule, keys=row_keys(*other, torch.tensor([7, 8, 7])))
         assert not torch.equal(changed.blocks, first.blocks)

@@ -203,7 +203,7 @@ def test_prepare_builds_a_corpus_and_a_tokenizer(capsys, tmp_path):
     told = re.search(r"--data.tokenizer (\S+) --model.vocab_size 260", out)
     assert told
     assert Path(told[1]).exists()
-    assert json.loads(out[out.index("{") :])["vocab_size"] == 260
+    assert json.loads(out[out.index("{") : out.rindex("}") + 1])["vocab_size"] == 260
 
 
 def test_a_child_saves_and_ends_with_its_sweep(tmp_path):

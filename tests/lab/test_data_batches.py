@@ -131,3 +131,12 @@ def test_probe_rows_are_starts_of_long_validation_documents(folder):
     for name, row in zip(probe.ids, probe.tokens, strict=True):
         assert data.decode(row) == (folder / name).read_text()[:63]
         assert row[0] == 256
+
+
+def test_probe_takes_no_document_that_ends_within_its_row(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i:02}.txt").write_text(chr(65 + i) * (20 if i % 2 else 9))
+    data = open_corpus(tmp_path, context_length=20, validation_fraction=0.5)
+    assert all(256 not in row[1:] for row in data.probe(3).tokens)
+    with pytest.raises(ValueError, match=r"documents=40: only (\d+) validation documents are longer.*try \1"):
+        data.probe(40)

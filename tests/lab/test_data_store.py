@@ -113,15 +113,17 @@ def test_failed_build_leaves_nothing_and_the_next_one_works(config, tmp_path, mo
 
 def test_two_processes_building_at_once_build_once(config, tmp_path):
     program = (
-        "import sys\nfrom msa_lab.config import DataConfig\nfrom msa_lab.data import open_data\nsays = []\n"
+        "import sys, time\nfrom msa_lab.config import DataConfig\nfrom msa_lab.data import open_data\nsaid = []\n"
         "config = DataConfig(source='text', path=sys.argv[1], context_length=32, validation_fraction=0.3)\n"
-        "sys.stdin.read(1)\n"
-        "data = open_data(config, sys.argv[2], says.append)\n"
-        "print(data.hash, len(says), data.batch(0, 0, 2).inputs.sum())"
+        "print('ready', flush=True)\nsys.stdin.read(1)\n"
+        "data = open_data(config, sys.argv[2], lambda line: (said.append(line), time.sleep(0.5)))\n"
+        "print(data.hash, len(said), data.batch(0, 0, 2).inputs.sum())"
     )
     command = [sys.executable, "-c", program, config.path, str(tmp_path / "cache")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
     for process in processes:
         process.stdin.write("x")
         process.stdin.flush()

@@ -1,0 +1,105 @@
+"""A whole study in seconds, through the same command line, sweep, analysis, report and notebooks as a real one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from msa_lab.runs import find
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+STUDY = "from msa_lab.demo import tiny_runs\n\n\ndef runs():\n    return tiny_runs()\n"
+
+
+@pytest.fixture(scope="session")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the tiny study's runs and report."""
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "study.py").write_text(STUDY)
+    command = [sys.executable, "-m", "msa_lab.cli", "sweep", str(folder / "study.py"), "--root", str(folder / "runs")]
+    done = subprocess.run([*command, "--cache", str(folder / "data")], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (folder / "printed.txt").write_text(done.stdout)
+    return folder
+
+
+def execute(notebook: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> nbformat.NotebookNode:
+    monkeypatch.setenv("MSA_LAB_RUNS", str(runs))
+    node = nbformat.read(notebook, as_version=4)
+    NotebookClient(node, timeout=200, resources={"metadata": {"path": str(notebook.parent)}}).execute()
+    return node
+
+
+def test_a_study_ends_with_a_table_and_a_report(study: Path) -> None:
+    printed = (study / "printed.txt").read_text()
+    for arm in ("stem", "msa", "dense", "window"):
+        assert arm in printed
+    assert str(study / "runs" / "tiny" / "report.html") in printed
+
+
+def test_the_report_is_one_file_that_loads_nothing(study: Path) -> None:
+    html = (study / "runs" / "tiny" / "report.html").read_text()
+    loaded = re.findall(r"""(?:src|href)\s*=\s*["']([^"'#]+)""", html)
+    assert all(target.startswith("data:") for target in loaded), [t[:80] for t in loaded]
+    assert not re.search(r"@import|url\((?!['\"]?data:)", html)
+    assert "undertrained" in html.lower()
+
+
+def test_the_tables_numbers_come_from_the_run_folders(study: Path) -> None:
+    from msa_analysis import quality
+
+    table = quality.table(find(study / "runs")).set_index("arm")
+    for run in find(study / "runs"):
+        kept = json.loads((run.path / "result.json").read_text())
+        assert table.loc[run.config.arm, "bits_per_byte"] == kept["bits_per_byte"]
+        assert table.loc[run.config.arm, "parameters"] == kept["parameters"]["total"]
+    totals = table.drop(index="stem").parameters
+    assert (totals.max() - totals.min()) / totals.max() < 1e-3
+
+
+def test_evaluating_a_finished_run_again_gives_its_result(study: Path) -> None:
+    from msa_lab.evaluate import evaluate
+
+    for run in find(study / "runs"):
+        again = evaluate(run, cache=study / "data")
+        assert again["bits_per_byte"] == pytest.approx(run.result["bits_per_byte"], rel=1e-6)
+        assert again["attention"] == list(run.config.model.attention_kinds)
+
+
+def test_a_finished_study_is_not_trained_again(study: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (study / "runs").rglob("result.json")}
+    command = [sys.executable, "-m", "msa_lab.cli", "sweep", str(study / "study.py"), "--root", str(study / "runs")]
+    subprocess.run([*command, "--cache", str(study / "data")], check=True, capture_output=True, timeout=200)
+    assert {path: path.stat().st_mtime_ns for path in (study / "runs").rglob("result.json")} == before
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(notebook: Path, study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = execute(notebook, study / "runs", monkeypatch)
+    pictures = [o for cell in node.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
+    assert pictures
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_committed_without_outputs(notebook: Path) -> None:
+    cells = nbformat.read(notebook, as_version=4).cells
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_real_demo_and_its_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "runs"
+    command = [sys.executable, "-m", "msa_lab.cli", "demo", "--root", str(runs), "--cache", str(tmp_path / "data")]
+    subprocess.run(command, check=True, timeout=1200, env={**os.environ, "OMP_NUM_THREADS": ""})
+    html = (runs / "demo" / "report.html").read_text()
+    assert "undertrained" not in html.lower()
+    for notebook in NOTEBOOKS:
+        execute(notebook, runs / "demo", monkeypatch)

@@ -128,7 +128,7 @@ class Learner(L.LightningModule):
             # Without the KL nothing trains the proxies, and DDP refuses parameters that never get a gradient.
             for _, parameter in self.model.proxy_parameters():
                 parameter.requires_grad_(False)
-        self.losses = torch.compile(self._losses) if self.train_config.compile else self._losses
+        self.losses = torch.compile(self._losses, dynamic=False) if self.train_config.compile else self._losses
         self.clock = Clock()
         self._sums: list[Tensor] = []
         self._norms: dict[str, Tensor] = {}

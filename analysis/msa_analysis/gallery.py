@@ -46,7 +46,7 @@ def pictures(evidence: Evidence, verdict: Verdict) -> Iterator[Picture]:
         yield Picture("dynamics", "Since when: selection over training", text, drawn, data)
     metrics = evidence.metrics()
     if len(metrics) and metrics["name"].str.startswith("train/kl/layer").any():
-        text = "KL from each proxy to its teacher, mean over proxies; first seed. Not comparable between numbers of proxies."
+        text = "KL from each proxy to its teacher, mean over proxies; first seed. Not comparable where their number differs."
         data = metrics[metrics["name"].str.startswith("train/kl")]
         data = data[data["seed"] == data.groupby("arm")["seed"].transform("min")]
         yield Picture(

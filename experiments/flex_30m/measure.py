@@ -15,8 +15,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,23 +50,11 @@ def finish(config: RunConfig, root: Path, gpu: int, caches: Path | None = None) 
     return Run.of(config, root)
 
 
-def side_by_side(jobs: list) -> None:
-    """Run the jobs at once, a thread each."""
-    failed: list[BaseException] = []
-
-    def guarded(job) -> None:
-        try:
-            job()
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
+def side_by_side(jobs: list, at_once: int) -> None:
+    """Run the jobs, so many at a time; the first error is raised when all have ended."""
+    with ThreadPoolExecutor(at_once) as pool:
+        for done in [pool.submit(job) for job in jobs]:
+            done.result()
 
 
 def short(config: RunConfig, steps: int, **train: object) -> RunConfig:
@@ -85,7 +73,7 @@ def reproduce(out: Path, steps: int) -> None:
         config = short(config, steps, log_every=1)
         pairs[config.arm] = [finish(config, folder / f"{k}", i % gpus, folder / f"cache{k}{i}") for k in (0, 1)]
 
-    side_by_side([lambda i=i, c=c: pair(i, c) for i, c in enumerate(runs())])
+    side_by_side([lambda i=i, c=c: pair(i, c) for i, c in enumerate(runs())], 2)
     for arm, (first, second) in pairs.items():
         names = ["tokens_per_second", "mfu"]
         one, two = (r.metrics[~r.metrics.name.isin(names)].reset_index(drop=True) for r in (first, second))
@@ -113,7 +101,7 @@ def speed(out: Path, steps: int) -> None:
                 "path": result["path"],
             }
 
-    side_by_side([lambda i=i, c=c: both(i, c) for i, c in enumerate(runs())])
+    side_by_side([lambda i=i, c=c: both(i, c) for i, c in enumerate(runs())], gpus)
     write(out / "speed.json", report)
 
 
@@ -145,7 +133,7 @@ def train(out: Path, root: Path, steps: int) -> None:
         curve[curve.step % 100 == 0].to_csv(out / f"curve_{config.arm}.csv", index=False)
         (out / f"environment_{config.arm}.json").write_text((run.path / "environment.json").read_text())
 
-    side_by_side([lambda i=i, c=c: killed_once(i, c) for i, c in enumerate(runs(steps))])
+    side_by_side([lambda i=i, c=c: killed_once(i, c) for i, c in enumerate(runs(steps))], gpus)
     ratio = report["msa"]["tokens_per_second_sparse"] / report["dense"]["tokens_per_second_sparse"]
     write(out / "train.json", {**report, "msa_over_dense_tokens_per_second": ratio})
 

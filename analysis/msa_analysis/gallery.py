@@ -46,7 +46,10 @@ def pictures(evidence: Evidence, verdict: Verdict) -> Iterator[Picture]:
         yield Picture("dynamics", "Since when: selection over training", text, drawn, data)
     metrics = evidence.metrics()
     if len(metrics) and metrics["name"].str.startswith("train/kl/layer").any():
-        text = "KL from each proxy to its teacher, mean over proxies; first seed. Not comparable where their number differs."
+        text = (
+            "KL from each proxy to its teacher, mean over proxies; the first seed of each arm. Arms with different "
+            "numbers of proxies are not comparable: their teachers differ."
+        )
         data = metrics[metrics["name"].str.startswith("train/kl")]
         data = data[data["seed"] == data.groupby("arm")["seed"].transform("min")]
         yield Picture(

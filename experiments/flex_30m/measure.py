@@ -50,16 +50,17 @@ def finish(config: RunConfig, root: Path, gpu: int, caches: Path | None = None) 
     return Run.of(config, root)
 
 
-def side_by_side(jobs: list, at_once: int) -> None:
-    """Run the jobs, so many at a time; the first error is raised when all have ended."""
+def side_by_side(jobs: list, at_once: int) -> list:
+    """What the jobs return, run so many at a time; the first error is raised when all have ended."""
     with ThreadPoolExecutor(at_once) as pool:
-        for done in [pool.submit(job) for job in jobs]:
-            done.result()
+        return [done.result() for done in [pool.submit(job) for job in jobs]]
 
 
 def short(config: RunConfig, steps: int, **train: object) -> RunConfig:
     """The config for a few steps with the switch to sparse half way."""
-    changed = replace(config.train, steps=steps, proxy_warmup_steps=steps // 2, warmup_steps=5, log_every=10, **train)
+    changed = replace(
+        config.train, steps=steps, proxy_warmup_steps=steps // 2, warmup_steps=5, **({"log_every": 10} | train)
+    )
     return replace(config, train=changed, selections=replace(config.selections, records=0))
 
 
@@ -67,13 +68,14 @@ def reproduce(out: Path, steps: int) -> None:
     """Every logged number of two processes with cold caches, compared for equality."""
     gpus, report = torch.cuda.device_count(), {}
     folder = Path(tempfile.mkdtemp())
-    pairs: dict[str, list[Run]] = {}
+    configs = [short(config, steps, log_every=1) for config in runs()]
 
-    def pair(i: int, config: RunConfig) -> None:
-        config = short(config, steps, log_every=1)
-        pairs[config.arm] = [finish(config, folder / f"{k}", i % gpus, folder / f"cache{k}{i}") for k in (0, 1)]
+    def one(k: int, config: RunConfig) -> Run:
+        return finish(config, folder / f"{k}", k % gpus, folder / f"cache-{config.arm}-{k}")
 
-    side_by_side([lambda i=i, c=c: pair(i, c) for i, c in enumerate(runs())], 2)
+    jobs = [lambda k=k, c=c: one(k, c) for c in configs for k in (0, 1)]
+    ended = side_by_side(jobs, len(jobs))
+    pairs = {config.arm: ended[2 * i : 2 * i + 2] for i, config in enumerate(configs)}
     for arm, (first, second) in pairs.items():
         names = ["tokens_per_second", "mfu"]
         one, two = (r.metrics[~r.metrics.name.isin(names)].reset_index(drop=True) for r in (first, second))
@@ -97,7 +99,7 @@ def speed(out: Path, steps: int) -> None:
             result = run.result
             report[f"{config.arm}{'' if on else ', not deterministic'}"] = {
                 "tokens_per_second": result["tokens_per_second"],
-                "peak_memory_gib": result["peak_memory_bytes"] / 2**30,
+                "peak_memory_gib": (result["peak_memory_bytes"] or 0) / 2**30,
                 "path": result["path"],
             }
 
@@ -125,7 +127,7 @@ def train(out: Path, root: Path, steps: int) -> None:
             "rows_missing_or_twice": int(table[table.name == "train/ce"].step.duplicated().sum()),
             "tokens_per_second_warmup": float(speeds[speeds.index <= config.train.sparse_step].median()),
             "tokens_per_second_sparse": float(speeds[speeds.index > config.train.sparse_step + 40].median()),
-            "peak_memory_gib": result["peak_memory_bytes"] / 2**30,
+            "peak_memory_gib": (result["peak_memory_bytes"] or 0) / 2**30,
             "selection_log_mb": sum(f.stat().st_size for f in run.path.rglob("selections.zarr/**/*") if f.is_file())
             / 1e6,
         }

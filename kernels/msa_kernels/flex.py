@@ -164,9 +164,33 @@ def dense_proxy_kl(
 # The support: which keys a query may see.
 
 
+# FlexAttention's mask must read stored tensors: Inductor writes what it could fuse into the attention kernel's mask,
+# where the reductions behind a bit set do not compile. Operations that it cannot look into keep them apart.
+
+
 def _starts(batch: int, sequence: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor | None:
     """Position in the row of each token's document, None where every row is one document."""
-    return None if cu_seqlens is None else layout(batch, sequence, 1, cu_seqlens, device).start
+    return None if cu_seqlens is None else torch.ops.msa_kernels.flex_starts(cu_seqlens.to(device), batch, sequence)
+
+
+@torch.library.custom_op("msa_kernels::flex_starts", mutates_args=())
+def _document_starts(cu_seqlens: Tensor, batch: int, sequence: int) -> Tensor:
+    return layout(batch, sequence, 1, cu_seqlens, cu_seqlens.device).start.clone()
+
+
+@_document_starts.register_fake
+def _(cu_seqlens: Tensor, batch: int, sequence: int) -> Tensor:
+    return cu_seqlens.new_empty(batch, sequence, dtype=torch.int32)
+
+
+@torch.library.custom_op("msa_kernels::flex_bit_set", mutates_args=())
+def _stored_bit_set(blocks: Tensor, count: int) -> Tensor:
+    return _compiled(_bit_set)(blocks, count)
+
+
+@_stored_bit_set.register_fake
+def _(blocks: Tensor, count: int) -> Tensor:
+    return blocks.new_empty(-(-count // 32), *blocks.shape[:3])
 
 
 def _bit_set(blocks: Int32[Tensor, "batch proxy query slot"], count: int) -> Int32[Tensor, "word batch proxy query"]:
@@ -211,7 +235,7 @@ def _sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, start: Tensor | None, block_size: int
 ) -> tuple[Tensor, Tensor]:
     group = q.shape[2] // blocks.shape[1]
-    bits = _bit_set(blocks, num_blocks(q.shape[1], block_size))
+    bits = torch.ops.msa_kernels.flex_bit_set(blocks, num_blocks(q.shape[1], block_size))
 
     def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return _sees(bits, start, block_size, (batch, head // group, query), query, key)

@@ -103,6 +103,26 @@ def test_outputs_and_gradients(name: str, support: str):
     assert not wrong, f"error and the reference's: {wrong}"
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_without_gradients_the_outputs_are_the_same(name: str, compiled: bool):
+    # Then nothing is kept for a backward pass, and the compiler may fuse what it otherwise has to store.
+    case = CASES[name]
+    tensors, offsets = inputs(case)
+    options = {"top_k_blocks": case.top_k_blocks, "block_size": case.block_size, "cu_seqlens": offsets}
+
+    def step(q_proxy, k_proxy, q, k, v):
+        selection = flex.select_blocks(q_proxy, k_proxy, **options)
+        out, lse = flex.sparse_attention(q, k, v, selection)
+        return out, lse, flex.proxy_kl(q_proxy, k_proxy, q, k, lse, selection), selection.blocks
+
+    with torch.no_grad():
+        *ours, blocks = (torch.compile(step, fullgraph=True, dynamic=False) if compiled else step)(*tensors)
+    with_gradients = results(flex, tensors, Selection(blocks, case.block_size, offsets), offsets)
+    for name_, value in zip(NAMES, ours, strict=False):
+        torch.testing.assert_close(value, with_gradients[name_], msg=name_)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_selections_equal_the_reference_except_where_scores_tie_to_rounding(name: str):
     case = CASES[name]

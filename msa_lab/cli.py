@@ -81,11 +81,15 @@ def _train_study(runs: list[RunConfig], args: Namespace) -> int:
 
 def _write_report(runs: list[Run], out: Path) -> None:
     from msa_analysis.evidence import collect
+    from msa_analysis.gallery import write_figures
     from msa_analysis.report import summary_table, write_report
 
     evidence = collect(runs)
     path = write_report(evidence, out)
+    figures = out.with_name("figures")
+    write_figures(evidence, figures)
     print(summary_table(evidence).to_string(index=False))
+    print(f"figures and their numbers: {figures}")
     print(f"report: {path}")
 
 

@@ -49,7 +49,7 @@ class Tail:
 
     @property
     def status(self) -> str:
-        shown = (("loss", "train/loss", ".3f"), ("KL", "train/kl", ".3f"), ("tokens/s", "tokens_per_second", ",.0f"))
+        shown = (("loss", "train/ce", ".3f"), ("KL", "train/kl", ".3f"), ("tokens/s", "tokens_per_second", ",.0f"))
         return "  ".join(f"{word} {self.values[name]:{form}}" for word, name, form in shown if name in self.values)
 
 

@@ -78,12 +78,12 @@ def reproduce(out: Path, steps: int) -> None:
     pairs = {config.arm: ended[2 * i : 2 * i + 2] for i, config in enumerate(configs)}
     for arm, (first, second) in pairs.items():
         names = ["tokens_per_second", "mfu"]
-        one, two = (r.metrics[~r.metrics.name.isin(names)].reset_index(drop=True) for r in (first, second))
+        a, b = (r.metrics[~r.metrics.name.isin(names)].reset_index(drop=True) for r in (first, second))
         report[arm] = {
             "steps": steps,
-            "numbers_compared": len(one),
-            "identical": bool(one.equals(two)),
-            "largest_difference": float((one.value - two.value).abs().max()),
+            "numbers_compared": len(a),
+            "identical": bool(a.equals(b)),
+            "largest_difference": float((a.value - b.value).abs().max()),
         }
     write(out / "reproduce.json", report)
 

@@ -27,7 +27,9 @@ from msa_kernels.selection import Selection, _ordered, _top_blocks
 TILE = 128
 """FlexAttention's tile, queries and keys."""
 CHUNK_SCORES = 2**26
-"""The most scores of all heads held at one time (256 MiB in fp32)."""
+"""The most scores of all heads held at one time (256 MiB in fp32), if the device has no room for more."""
+CHUNK_SHARE = 1 / 128
+"""Share of a GPU's memory that the scores of one chunk may take: few large chunks, because each costs the host time."""
 KEY_LENGTHS = 4
 """Causal chunks look at so many different numbers of keys: more waste less work and compile longer."""
 UNROLLED_WORDS = 8
@@ -308,9 +310,19 @@ def _selected_tiles(
 # The proxies' scores.
 
 
-def _chunks(first: int, last: int, sequence: int, heads: int) -> Iterator[tuple[int, int, int]]:
-    """Ranges of queries, each with the number of keys to look at: few different numbers, because each is compiled."""
-    size = max(1, CHUNK_SCORES // (heads * sequence))
+def _most_scores(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CHUNK_SCORES
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return max(CHUNK_SCORES, 2 ** int(memory * CHUNK_SHARE / 4).bit_length() // 2)
+
+
+def _chunks(first: int, last: int, sequence: int, heads: int, most: int) -> Iterator[tuple[int, int, int]]:
+    """Ranges of queries, each with the number of keys to look at: few different numbers, because each is compiled.
+
+    `most` bounds the scores of one range, heads * queries * keys.
+    """
+    size = max(1, most // (heads * sequence))
     size = size // TILE * TILE or size
     step = -(-sequence // (KEY_LENGTHS * TILE)) * TILE if sequence > 16 * TILE else sequence
     for start in range(first, last, size):
@@ -347,7 +359,7 @@ def _proxy_chunks(
     batch, sequence, num_proxies, _ = q_proxy.shape
     keys = _by_group(k_proxy, k_proxy.shape[2])
     query = torch.arange(sequence, dtype=torch.int32, device=q_proxy.device)
-    for begin, end, length in _chunks(first, last, sequence, batch * num_proxies):
+    for begin, end, length in _chunks(first, last, sequence, batch * num_proxies, _most_scores(q_proxy.device)):
         rows = slice(begin, end)
         with torch.autocast(q_proxy.device.type, enabled=False):
             scores = _scores(q_proxy[:, rows], keys[:, :length])
@@ -502,7 +514,8 @@ def _proxy_kl(
         count = torch.zeros_like(total)
         dq = total.new_empty((batch, sequence, num_proxies, dim) if with_grad else (0,))
         dk = total.new_zeros((batch * num_proxies, sequence, dim) if with_grad else (0,))
-        for begin, end, length in _chunks(0, sequence, sequence, batch * max(q.shape[2], num_proxies)):
+        heads = batch * max(q.shape[2], num_proxies)
+        for begin, end, length in _chunks(0, sequence, sequence, heads, _most_scores(q.device)):
             rows = slice(begin, end)
             part, counted, weights = _compiled(_divergence)(
                 _scores(q[:, rows], keys[:, :length]),
@@ -593,10 +606,23 @@ def _compiled(function: Callable) -> Callable:
     def run(tensor: Tensor, *args: object) -> object:
         if torch.compiler.is_compiling() or not tensor.is_cuda:
             return function(tensor, *args)
+        known = _signature(function, tensor, *args)
+        if known in _SEEN:
+            return _compile(function)(tensor, *args)
+        # Only a new shape may need the higher limit; setting it at every call would cost more than the call.
+        _SEEN.add(known)
         with torch._dynamo.config.patch(recompile_limit=COMPILED_SHAPES):
             return _compile(function)(tensor, *args)
 
     return run
+
+
+_SEEN: set[tuple] = set()
+
+
+def _signature(function: Callable, *args: object) -> tuple:
+    parts = ((a.shape, a.stride(), a.dtype, a.requires_grad) if isinstance(a, Tensor) else a for a in args)
+    return (function, torch.is_grad_enabled(), *parts)
 
 
 @functools.cache

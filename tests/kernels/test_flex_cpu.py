@@ -127,7 +127,7 @@ def test_chunks_of_different_key_lengths_add_up(monkeypatch):
     _, lse = reference.sparse_attention(q, k, v, selection)
     expected = reference.proxy_kl(*proxy_branch, q, k, lse, selection)
     monkeypatch.setattr(flex, "CHUNK_SCORES", 2 * 2100 * 300)
-    assert len({keys for _, _, keys in flex._chunks(0, 2100, 2100, 2)}) == flex.KEY_LENGTHS
+    assert len({keys for _, _, keys in flex._chunks(0, 2100, 2100, 2, flex.CHUNK_SCORES)}) == flex.KEY_LENGTHS
     assert torch.equal(flex.select_blocks(*proxy_branch, top_k_blocks=3).blocks, selection.blocks)
     some = flex.block_scores(*proxy_branch, queries=(700, 1500))
     assert_same(some, reference.block_scores(*proxy_branch, queries=(700, 1500)))

@@ -41,7 +41,7 @@ CHILD = textwrap.dedent(
         file.write(f"{time.time()} {os.environ['OMP_NUM_THREADS']} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n")
     print("training", config["arm"], "again" if (folder / "last.ckpt").exists() else "")
     with (folder / "metrics.csv").open("a") as file:
-        file.write("step,name,value\\n10,train/loss,2.5\\n20,train/loss,1.25\\n30,tr")
+        file.write("step,name,value\\n10,train/ce,2.5\\n20,train/ce,1.25\\n30,tr")
     if config["arm"].startswith("slow"):
         time.sleep(60)
     if config["arm"].startswith("bad"):

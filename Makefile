@@ -18,7 +18,7 @@ demo: $(READY)
 	$(BIN)/msa-lab demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n logical --maxprocesses 4
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

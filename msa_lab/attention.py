@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int, Int32, Int64
 from msa_kernels import Selection, dense_attention, dense_proxy_kl, msa_attention, select_blocks, sparse_attention
-from msa_kernels.selection import random_selection, window_selection
+from msa_kernels.selection import random_selection, row_keys, window_selection
 from torch import Tensor, nn
 
 from msa_lab.config import ModelConfig
@@ -132,7 +132,7 @@ class RuleSelect(nn.Module):
             batch,
             sequence,
             self.config.num_proxies,
-            keys=context.draw * 1_000_003 + self.layer,
+            keys=row_keys(0, 0, self.layer, context.draw),
             cu_seqlens=context.cu_seqlens,
             num_local_blocks=self.config.num_local_blocks,
             num_sink_blocks=self.config.num_sink_blocks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ def bigram_bits_per_byte(train: np.ndarray, rows: np.ndarray, bytes_per_token: n
         bytes_per_token: (vocab,) bytes of text of each token.
         kept: File of the result.
     """
-    if kept.exists():
+    with suppress(OSError, ValueError, KeyError):
         return json.loads(kept.read_text())["bits_per_byte"]
     vocab = len(bytes_per_token)
     pairs, counts = _count_pairs(train, vocab)

@@ -248,6 +248,8 @@ def format_table(runs: Sequence[RunConfig]) -> str:
 
 def format_model(config: ModelConfig, context_length: int) -> str:
     """Parameters and FLOPs of one model by part, and the MLP widths of a dense model of its size."""
+    if context_length < 1:
+        raise ValueError(f"context_length={context_length}: must be at least 1; try 4096")
     count, flops = count_parameters(config), flops_per_token(config, context_length)
     lines = [f"parameters  {name:<18}{value:>16,}" for name, value in count._asdict().items()]
     lines += [f"parameters  {name:<18}{getattr(count, name):>16,}" for name in ("non_embedding", "total")]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from msa_lab.evaluate import score
 from msa_lab.learner import Learner
-from msa_lab.runs import Run
+from msa_lab.runs import Run, whole
 
 if TYPE_CHECKING:
     from msa_lab.data import Data
@@ -22,6 +24,14 @@ def stepped(learner: L.LightningModule, batch_idx: int) -> bool:
     """True after the last part of a batch, when the optimizer has stepped."""
     assert isinstance(learner, Learner)
     return (batch_idx + 1) % learner.train_config.accumulate == 0
+
+
+class StepMetrics(L.Callback):
+    """Logs the step before anything is saved, so that no checkpoint holds a step that was not logged or not finite."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if stepped(pl_module, batch_idx):
+            pl_module.log_step()
 
 
 class Validation(L.Callback):
@@ -52,9 +62,33 @@ class Validation(L.Callback):
         if trainer.logger is not None:
             trainer.logger.log_metrics(metrics, step)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The newest scores: a run killed after its last checkpoint need not score again."""
+        return {"latest": self.latest}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what the checkpoint holds."""
+        self.latest = state_dict["latest"]
+
+
+class WholeCheckpoints(TorchCheckpointIO):
+    """Checkpoints written where they belong, whole or not at all; Lightning's way needs as much memory and room in the
+    temporary folder."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Store `checkpoint` as `path`."""
+        with whole(Path(path)) as file:
+            try:
+                torch.save(checkpoint, file)
+            except RuntimeError as error:
+                # torch closes its archive after a failed write, and complains of that instead.
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
+
 
 class Checkpoints(L.Callback):
-    """Writes last.ckpt every `checkpoint_every` steps, at the end and when stopped; whole or not at all."""
+    """Writes last.ckpt every `checkpoint_every` steps, at the end and when stopped."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.saved = run, -1
@@ -64,10 +98,7 @@ class Checkpoints(L.Callback):
         due = step % train.checkpoint_every == 0 or step == train.last_step or trainer.should_stop
         if due and step != self.saved and stepped(pl_module, batch_idx):
             with pl_module.clock.paused():
-                partial = self.run.path / ".last.ckpt.partial"
-                trainer.save_checkpoint(partial)
-                if trainer.is_global_zero:
-                    partial.replace(self.run.path / "last.ckpt")
+                trainer.save_checkpoint(self.run.path / "last.ckpt")
             self.saved = step
 
 
@@ -91,11 +122,12 @@ class StopOnSignal(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not stepped(pl_module, batch_idx):
             return
-        stop = torch.tensor(float(self.received), device=pl_module.device)
-        if trainer.world_size > 1:
-            stop = trainer.strategy.reduce(stop, reduce_op="sum")
-        if stop > 0:
-            trainer.should_stop = True
+        if trainer.world_size == 1:
+            trainer.should_stop |= self.received
+        elif trainer.global_step % pl_module.train_config.log_every == 0:
+            # Processes must agree, which waits for the devices: only when that is waited for anyway.
+            received = torch.tensor(float(self.received), device=pl_module.device)
+            trainer.should_stop |= bool(trainer.strategy.reduce(received, reduce_op="sum") > 0)
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         for number, handler in self._before.items():

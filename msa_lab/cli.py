@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -36,17 +37,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser, by_name = make_parser()
         try:
             parsed = parser.parse_args(arguments)
-        except argparse.ArgumentError as error:
+        except (argparse.ArgumentError, UnicodeDecodeError) as error:
             raise ValueError(explain(str(error), by_name, arguments)) from None
         return _COMMANDS[parsed.command](parsed[parsed.command])
     except KeyboardInterrupt:
         _complain("stopped; the same command goes on where this one ended")
         return 130
     except OSError as error:
-        _complain(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+        _complain(_about(error))
     except ValueError as error:
         _complain(str(error))
     return 2
+
+
+def _about(error: OSError) -> str:
+    text = error.strerror or str(error)
+    if error.filename is None:
+        return text
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    rest = "; free some space and give the same command again: what is finished is kept" if full else ""
+    return f"{error.filename}: {text}{rest}"
 
 
 def _complain(message: str) -> None:

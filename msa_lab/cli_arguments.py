@@ -54,9 +54,15 @@ def explain(message: str, parsers: dict[str, ArgumentParser], arguments: Sequenc
             from_dict(plain)
         except ValueError as error:
             return str(error)
+    files = " or ".join(
+        text for text in re.split(r"[ =]", " ".join(arguments)) if text.endswith((".yaml", ".yml", ".json"))
+    )
     if message.startswith("Problems parsing config"):
-        files = [text for text in re.split(r"[ =]", " ".join(arguments)) if text.endswith((".yaml", ".yml", ".json"))]
-        return f"{' or '.join(files)}: is no valid YAML:{message.partition(':')[2]}"
+        return f"{files}: is no valid YAML:{message.partition(':')[2]}"
+    if message.startswith("Unexpected config"):
+        return f"{files}: holds no fields of a run; try a run folder's config.yaml"
+    if message.startswith("'utf-8' codec"):
+        return f"{files}: is not UTF-8 text; try a run folder's config.yaml"
     return message
 
 

@@ -206,7 +206,7 @@ class RunConfig:
             value = getattr(self, name)
             ok = bool(value) and all(c.isalnum() or c in "._-" for c in value) and value[0] not in ".-"
             require(ok, name, value, "names a folder: letters, digits, '.', '_' and '-'", "msa_p4")
-        at_least(0, self, "run", "seed")
+        require(self.seed >= 0, "seed", self.seed, "must be at least 0", "0")
         if self.data.source == "recall":
             rule = f"must equal model.block_size={self.model.block_size}, so that distances mean the same"
             value = self.data.recall.block_size

@@ -34,6 +34,8 @@ def from_dict(plain: dict[str, Any], cls: type = RunConfig, at: str = "") -> Any
     """
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in fields(cls)}
+    if not isinstance(plain, dict):
+        raise ValueError(f"{at.rstrip('.') or 'config'}={plain!r}: must hold fields; try {at}{next(iter(known))}")
     for key in plain:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
@@ -42,7 +44,7 @@ def from_dict(plain: dict[str, Any], cls: type = RunConfig, at: str = "") -> Any
     for name, value in plain.items():
         hint = hints[name]
         if is_dataclass(hint):
-            values[name] = from_dict(value or {}, typing.cast(type, hint), f"{at}{name}.")
+            values[name] = from_dict({} if value is None else value, typing.cast(type, hint), f"{at}{name}.")
         else:
             values[name] = _checked(value, hint, f"{at}{name}")
     return cls(**values)

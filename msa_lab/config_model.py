@@ -83,6 +83,7 @@ class ModelConfig:
         for name in ("head_dim", "proxy_dim"):
             value = getattr(self, name)
             require(value >= 2 and value % 2 == 0, f"model.{name}", value, "RoPE needs an even dimension", "64")
+        require(self.rope_theta > 0, "model.rope_theta", self.rope_theta, "must be above 0", "10000.0")
         forced = self.num_local_blocks + self.num_sink_blocks
         require(
             forced <= self.top_k_blocks,
@@ -99,10 +100,10 @@ class ModelConfig:
             "must be dense, msa, window or random",
             "msa",
         )
-        for name, values in (("attention", self.attention), ("mlp_width", self.mlp_width)):
+        for name, values, default in (("attention", self.attention, "msa"), ("mlp_width", self.mlp_width, 352)):
             if isinstance(values, tuple):
                 rule = f"needs one value, or one per layer (num_layers={self.num_layers})"
-                require(len(values) == self.num_layers, f"model.{name}", values, rule, repr(values[0]))
+                require(len(values) == self.num_layers, f"model.{name}", values, rule, repr((*values, default)[0]))
         require(min(self.mlp_widths) >= 1, "model.mlp_width", self.mlp_width, "must be at least 1", "352")
 
     def _check_heads(self) -> None:

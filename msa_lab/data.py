@@ -161,7 +161,8 @@ class Corpus:
         long = [(row, m) for row, m, n in zip(rows, marks, lengths, strict=True) if n > self._length]
         if len(long) < documents:
             rule = f"only {len(long)} validation documents are longer than context_length={self._length}"
-            fix = f"{len(long)}, a shorter context, or more text (data.max_bytes, data.validation_fraction)"
+            fewer = f"{len(long)}, " if long else ""
+            fix = f"{fewer}a shorter context, or more text (data.max_bytes, data.validation_fraction)"
             raise ValueError(f"selections.documents={documents}: {rule}; try {fix}")
         long.sort(key=lambda item: item[0]["sha256"])
         taken: Counter[str] = Counter()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
@@ -38,8 +39,8 @@ def score(model: Transformer, data: Data, config: RunConfig, batches: int, *, sp
         sparse: False in the warm-up phase.
 
     Returns:
-        `validation_loss` (nats per scored token), `bits_per_byte` (None without a byte count), `documents` (the rows,
-        each with its own `bits_per_byte`, `bytes` and `loss`) and `accuracy_by_distance` (None where the task has no
+        `validation_loss` (nats per scored token), `bits_per_byte` (None without a byte count), `rows` (each
+        with its own `bits_per_byte`, `bytes` and `loss`) and `accuracy_by_distance` (None where the task has no
         distances).
     """
     device, was_training = next(model.parameters()).device, model.training
@@ -91,7 +92,7 @@ def _summary(rows: list[dict[str, Any]], hits: dict[int, list[int]]) -> dict[str
     return {
         "validation_loss": nats / max(1, tokens),
         "bits_per_byte": nats / math.log(2) / size if size else None,
-        "documents": rows,
+        "rows": rows,
         "accuracy_by_distance": {
             str(blocks): {"accuracy": right / asked, "questions": asked}
             for blocks, (right, asked) in sorted(hits.items())
@@ -112,7 +113,10 @@ def load_model(run: Run, *, device: str | torch.device = "cpu", backend: str | N
     if not path.exists():
         raise ValueError(f"{run.path}: no model.safetensors; finish the run with `msa-lab train` or `sweep`")
     model = Transformer(run.config.model, backend)
-    model.load_state_dict(load_file(path))
+    try:
+        model.load_state_dict(load_file(path))
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{path}: cannot be loaded ({error}); remove the run's folder and train it again") from None
     return model.to(device).eval()
 
 
@@ -124,6 +128,8 @@ def evaluate(
     The result's `attention` names the kinds of attention it was scored with; a number from another kind than the
     run was trained with would not be comparable and is not offered here.
     """
+    if batches is not None and batches < 1:
+        raise ValueError(f"batches={batches}: must be at least 1; leave it out for as many as in training")
     config = run.config
     data = open_data(config.data, cache)
     if data.hash != run.environment["corpus"]["hash"]:

@@ -95,15 +95,17 @@ def fork_checkpoint(config: RunConfig, stem: Run, backend: str | None) -> dict[s
     checkpoint["state_dict"] = widen(checkpoint["state_dict"], fresh.state_dict())
     checkpoint["optimizer_states"] = [_optimizer_state(checkpoint["optimizer_states"][0], old, fresh)]
     checkpoint["hyper_parameters"] = dict(fresh.hparams)
-    checkpoint.pop("callbacks", None)
     return checkpoint
 
 
 def widen(stem: dict[str, Tensor], fresh: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`fresh` (as initialised) with the stem's numbers in it; new MLP units write zeros to the residual stream."""
+    """`fresh` (as initialised) with the stem's numbers in it, proxies excepted, which are always new.
+
+    New MLP units write zeros to the residual stream.
+    """
     state = {}
     for name, value in fresh.items():
-        held = stem.get(name)
+        held = None if ".proxy." in name else stem.get(name)
         if held is None:
             state[name] = value
         elif held.shape == value.shape:
@@ -125,7 +127,7 @@ def _optimizer_state(stem: dict[str, Any], old: Learner, fresh: Learner) -> dict
     shapes = dict(fresh.named_parameters())
     state: dict[int, Any] = {}
     for i, name in enumerate(_optimizer_names(fresh)):
-        if name in held:
+        if name in held and ".proxy." not in name:
             like = torch.zeros(shapes[name].shape)
             state[i] = {
                 key: value if value.ndim == 0 else _padded(value, like.to(value.dtype))

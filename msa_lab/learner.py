@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import lightning as L
 import torch
 from jaxtyping import Float, Int32, Int64
+from msa_kernels.selection import row_keys
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -55,7 +56,7 @@ class Parts(IterableDataset):
                 if offsets is not None:
                     length = batch.inputs.shape[1]
                     offsets = (offsets.clamp(start * length, (start + rows) * length) - start * length).contiguous()
-                draw = torch.arange(start, start + rows) + (self.config.seed * 2_147_483_659 + step) * 65_537
+                draw = row_keys(self.config.seed, step, 0, torch.arange(start, start + rows))
                 weight = float(scored[part].mean() / scored.mean())
                 yield Part(batch.inputs[part], batch.targets[part], offsets, draw, weight)
             step += 1
@@ -84,7 +85,7 @@ class Clock:
     """Training time between two readings, without what is paused."""
 
     def __init__(self) -> None:
-        self.started, self.tokens = time.perf_counter(), 0
+        self.started, self.tokens, self.left_out = time.perf_counter(), 0, 0.0
 
     def read(self) -> float:
         """Tokens per second since the last reading."""
@@ -100,7 +101,9 @@ class Clock:
             torch.cuda.synchronize()
         before = time.perf_counter()
         yield
-        self.started += time.perf_counter() - before
+        seconds = time.perf_counter() - before
+        self.started += seconds
+        self.left_out += seconds
 
 
 class Learner(L.LightningModule):
@@ -132,6 +135,7 @@ class Learner(L.LightningModule):
         self.clock = Clock()
         self._sums: list[Tensor] = []
         self._norms: dict[str, Tensor] = {}
+        self._speed_known = False
 
     def _losses(self, part: Part, sparse: bool) -> tuple[Float[Tensor, ""], Float[Tensor, "msa_layer proxy"] | None]:
         output = self.model(
@@ -179,7 +183,11 @@ class Learner(L.LightningModule):
         ]
         if proxies:
             groups.append({"params": proxies, "role": "proxy", "lr": train.proxy_lr, "weight_decay": 0.0})
-        return torch.optim.AdamW(groups, betas=(0.9, train.beta2), eps=1e-8, fused=self.device.type == "cuda")
+        return torch.optim.AdamW(groups, betas=(0.9, train.beta2), eps=1e-8, fused=torch.cuda.is_available())
+
+    def on_train_start(self) -> None:
+        """The first reading of the clock after a start holds set-up and compilation, and is not logged."""
+        self._speed_known = False
 
     def on_train_batch_start(self, batch: Part, batch_idx: int) -> None:
         """Set the rates of the coming step: a function of the step alone, so there is no scheduler to restore."""
@@ -198,13 +206,10 @@ class Learner(L.LightningModule):
                 parameters = [p for group in groups for p in group]
                 self._norms[role] = torch.nn.utils.clip_grad_norm_(parameters, limit or math.inf)
 
-    def on_train_batch_end(self, outputs: Any, batch: Part, batch_idx: int) -> None:
-        """Write the row of a step that is due; the only moments at which the device is waited for."""
+    def log_step(self) -> None:
+        """Write the row of the step just taken where one is due; only then is the device waited for."""
         train, step = self.train_config, self.global_step
-        if (batch_idx + 1) % train.accumulate:
-            return
-        first = step == train.fork_step + 1
-        if step % train.log_every and not first and step != train.last_step:
+        if step % train.log_every and step not in (train.fork_step + 1, train.last_step):
             self._sums.clear()
             return
         mean = torch.stack(self._sums[-train.accumulate :]).mean(0)
@@ -220,7 +225,7 @@ class Learner(L.LightningModule):
         metrics |= {f"lr/{group['role']}": group["lr"] for group in self._groups()}
         # The step just taken decides its phase, not the one that comes next.
         metrics["phase"] = float(step - 1 >= train.sparse_step)
-        metrics |= self._speed(first)
+        metrics |= self._speed()
         if self.logger is not None:
             self.logger.log_metrics(metrics, step)
 
@@ -236,9 +241,10 @@ class Learner(L.LightningModule):
             total += sum(own) / proxies
         return {"train/kl": total, **metrics}
 
-    def _speed(self, first: bool) -> dict[str, float]:
-        rate = self.clock.read()
-        if first:  # it holds compilation and warm-up
+    def _speed(self) -> dict[str, float]:
+        rate, known = self.clock.read(), self._speed_known
+        self._speed_known = True
+        if not known:
             return {}
         speed = {"tokens_per_second": rate}
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""

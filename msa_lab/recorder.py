@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 from msa_kernels import block_scores
+from msa_kernels.selection import row_keys
 from torch import Tensor, nn
 
 from msa_lab.callbacks import stepped
@@ -178,7 +179,7 @@ class SelectionRecorder(L.Callback):
         rows = (
             1 if train.activation_checkpointing else train.batch_size // train.accumulate // learner.trainer.world_size
         )
-        draw = torch.arange(documents) + (config.seed * 2_147_483_659 + step) * 65_537
+        draw = row_keys(config.seed, step, 0, torch.arange(documents))
         with _undisturbed(learner.model, learner.device), autocast(learner.device, train.precision):
             return observe(
                 learner.model,

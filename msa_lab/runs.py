@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 
@@ -47,12 +47,18 @@ class Run:
     @property
     def config(self) -> RunConfig:
         """The config the run was started with."""
-        return from_dict(yaml.safe_load((self.path / "config.yaml").read_text()))
+        path = self.path / "config.yaml"
+        if not path.exists():
+            raise ValueError(f"{self.path}: is no run folder (it has no config.yaml); try runs/STUDY/ARM-HASH/seed0")
+        try:
+            return from_dict(yaml.safe_load(path.read_text()))
+        except (ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"{path}: is no config of a run ({error}); leave this folder out") from None
 
     @property
     def environment(self) -> dict[str, Any]:
         """Versions, hardware, corpus and kernel path of the run's newest start."""
-        return json.loads((self.path / "environment.json").read_text())
+        return self._json("environment.json")
 
     @property
     def finished(self) -> bool:
@@ -68,7 +74,14 @@ class Run:
         """
         if not self.finished:
             raise ValueError(f"{self.path}: the run has no result.json yet; finish it with `msa-lab train` or `sweep`")
-        return json.loads((self.path / "result.json").read_text())
+        return self._json("result.json")
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        try:
+            return json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: cannot be read ({error}); remove {self.path} and train it again") from None
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -106,6 +119,10 @@ class Run:
                 raise ValueError(
                     f"{self.path}: another process is training this run; wait for it or stop it first"
                 ) from None
+            for partial in self.path.glob(".*.partial"):
+                # Left by a process that was killed while it wrote; now nobody does.
+                if partial.is_file():
+                    partial.unlink()
             yield
 
 
@@ -129,14 +146,33 @@ def complete_lines(path: Path) -> str:
     return text[: text.rfind("\n") + 1]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file whole or not at all, also when the disk is full or the process is killed."""
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an OSError that does not, such as a full disk's."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that takes its place at the end: whole or not at all, also when the disk is full or we are
+    killed."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w") as file:
-            file.write(text)
+        with naming(path), partial.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    with whole(path) as file:
+        file.write(text.encode())

@@ -204,6 +204,7 @@ def _attributes(config: RunConfig, documents: Sequence[str]) -> dict[str, Any]:
         "layers": [i for i, kind in enumerate(model.attention_kinds) if kind != "dense"],
         "documents": list(documents),
         "tokenizer": _tokenizer(config),
+        "first_step": config.train.fork_step,
         "config_hash": config_hash(config),
         "code_version": code_version(),
     }

@@ -24,7 +24,7 @@ import numpy as np
 from msa_lab.config import DataConfig
 from msa_lab.corpus import Source, hf_source, text_source
 from msa_lab.python_corpus import python_source
-from msa_lab.runs import write_atomically
+from msa_lab.runs import naming, write_atomically
 from msa_lab.tokenizer import ByteTokenizer, Tokenizer
 
 FORMAT = 1
@@ -96,8 +96,14 @@ def open_tokens(folder: Path, split: str) -> np.ndarray:
 
 def read_documents(folder: Path) -> Iterator[dict[str, Any]]:
     """The rows of documents.ndjson, each split in the order of its tokens."""
-    with (folder / "documents.ndjson").open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
+    path = folder / "documents.ndjson"
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                fix = f"remove {folder} and start again: it is built anew"
+                raise ValueError(f"{path}:{number}: cannot be used ({error}); {fix}") from None
 
 
 def document_texts(folder: Path, split: str) -> Iterator[bytes]:
@@ -153,7 +159,8 @@ def _building(cache: Path) -> Iterator[Path]:
     folder = cache / f".building-{os.getpid()}"
     folder.mkdir()
     try:
-        yield folder
+        with naming(cache):
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

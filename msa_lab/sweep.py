@@ -83,9 +83,11 @@ def sweep(
         What failed; a failed run stops only its own forks. Output of each run is in its folder's log.txt.
 
     Raises:
-        ValueError: Two runs share one folder.
+        ValueError: Two runs share one folder, or there is no slot.
         KeyboardInterrupt: After the children were told to save and did.
     """
+    if slots is not None and slots < 1:
+        raise ValueError(f"slots={slots}: must be at least 1; leave it out for one per GPU or core")
     options = ["--root", str(root), "--cache", str(cache)]
     gpus = _gpus()
     slots = slots or len(gpus) or min(os.cpu_count() or 1, len(runs))
@@ -263,12 +265,13 @@ def load_study(path: str | Path) -> list[RunConfig]:
         runs = module.runs()
     except SyntaxError as error:
         raise ValueError(f"{path}:{error.lineno}: {error.msg}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path.absolute()]
-        if not lines:
+        if not lines and isinstance(error, ValueError):
             raise
+        place = f"{path}:{lines[-1]}" if lines else str(path)
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{path}:{lines[-1]}: {kind}{' '.join(str(error).split())}") from error
+        raise ValueError(f"{place}: {kind}{' '.join(str(error).split())}") from error
     if not isinstance(runs, list) or not runs or not all(isinstance(run, RunConfig) for run in runs):
         given = repr(runs) if not runs else f"{type(runs).__name__}"
         raise ValueError(f"{path}: runs() must return a list of RunConfig with at least one, not {given}")

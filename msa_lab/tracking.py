@@ -8,7 +8,7 @@ import numpy as np
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from msa_lab.runs import Run, complete_lines, write_atomically
+from msa_lab.runs import Run, complete_lines, naming, write_atomically
 
 
 class MetricsLog(Logger):
@@ -46,7 +46,7 @@ class MetricsLog(Logger):
         """Append one row per number, in one write."""
         self.latest |= metrics
         text = "".join(f"{step},{name},{float(value)!r}\n" for name, value in metrics.items())
-        with self.path.open("a") as file:
+        with naming(self.path), self.path.open("a") as file:
             file.write(text)
         if self.mirror is not None:
             self.mirror.log({**metrics, "step": step})

@@ -13,6 +13,8 @@ from nbclient import NotebookClient
 
 from msa_lab.runs import find
 
+pytestmark = pytest.mark.xdist_group("study")  # its study is trained once, not once a worker
+
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 STUDY = "from msa_lab.demo import tiny_runs\n\n\ndef runs():\n    return tiny_runs()\n"

@@ -2,7 +2,7 @@
 
 Lower is better for every metric here. A difference is paired by seed (arms of a study see the same tokens in the same
 order); its interval is Student's t over seeds. One seed has no such interval: what is given then speaks of that one
-pair of models, over validation documents, and says so.
+pair of models, over validation rows, and says so.
 """
 
 # pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
@@ -51,8 +51,8 @@ def _row(run: Run) -> dict[str, Any]:
     result, config = run.result, run.config
     kinds = list(dict.fromkeys(result["attention"]))
     parameters = result["parameters"]
-    documents = result.get("documents") or []
-    identity = repr([(d.get("id"), d.get("tokens"), d.get("bytes")) for d in documents])
+    rows = result.get("rows") or []
+    identity = repr([(d.get("id"), d.get("tokens"), d.get("bytes")) for d in rows])
     return {
         "study": result["study"],
         "arm": result["arm"],
@@ -64,7 +64,7 @@ def _row(run: Run) -> dict[str, Any]:
         "proxy_parameters": parameters["proxy"],
         **{name: result.get(name) for name in _COPIED},
         "config_hash": result["config_hash"],
-        "validation": hashlib.sha256(identity.encode()).hexdigest()[:8] if documents else "",
+        "validation": hashlib.sha256(identity.encode()).hexdigest()[:8] if rows else "",
         "run": str(run.path),
     }
 
@@ -83,8 +83,9 @@ def reference_arm(frame: pd.DataFrame) -> str | None:
 def compare(runs: Sequence[Run], reference: str | None = None, *, metric: str | None = None) -> pd.DataFrame:
     """Each arm minus the reference arm, paired by seed: arm, reference, metric, difference, low, high, over, n, reason.
 
-    `over` is "seeds" (t interval, n seeds) or "documents" (one pair of models, n validation documents, jackknife-t;
-    the difference is then the weighted mean over those documents). Stems are left out: they were trained for less.
+    `over` is "seeds" (t interval, n seeds) or "rows" (one pair of models, n validation rows, jackknife-t; the
+    difference is then the weighted mean over those rows; rows that share a file make the interval too narrow). Stems are
+    left out: they were trained for less.
 
     Raises:
         ValueError: Runs to be paired differ in corpus, validation rows or tokens; no such arm; no dense arm to take.
@@ -129,17 +130,17 @@ def _difference(pairs: pd.DataFrame, metric: str, by_path: dict[str, Run]) -> di
         mean, low, high = t_interval((pairs[metric] - pairs[f"{metric}_base"]).to_numpy(float))
         return {"difference": mean, "low": low, "high": high, "over": "seeds", "n": len(pairs), "reason": ""}
     row = pairs.iloc[0]
-    ours, theirs = (by_path[row[name]].result.get("documents") or [] for name in ("run", "run_base"))
+    ours, theirs = (by_path[row[name]].result.get("rows") or [] for name in ("run", "run_base"))
     value, weight = METRICS[metric]
     scored = [(a[value], b[value], a[weight]) for a, b in zip(ours, theirs, strict=True) if value in a]
     if not scored:
         plain = float(row[metric] - row[f"{metric}_base"])
-        reason = "one seed, and no scores of single documents: no interval"
+        reason = "one seed, and no scores of single rows: no interval"
         return {"difference": plain, "low": np.nan, "high": np.nan, "over": "seeds", "n": 1, "reason": reason}
     difference, low, high = weighted_difference(*np.array(scored, dtype=float).T)
-    few = "" if len(scored) >= MIN_DOCUMENTS else f"; {len(scored)} documents are too few for an interval"
+    few = "" if len(scored) >= MIN_DOCUMENTS else f"; {len(scored)} rows are too few for an interval"
     reason = f"one seed: speaks of this one pair of models{few}"
-    return {"difference": difference, "low": low, "high": high, "over": "documents", "n": len(scored), "reason": reason}
+    return {"difference": difference, "low": low, "high": high, "over": "rows", "n": len(scored), "reason": reason}
 
 
 def arms(frame: pd.DataFrame) -> pd.DataFrame:

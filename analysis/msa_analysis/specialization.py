@@ -153,7 +153,8 @@ def mutual_information(data: xr.Dataset, *, pool: Sequence[str] = (), permutatio
     of the proxies permuted within documents (each document's whole table at a time, so that rows of a document stay
     together) `null_mean`, `null_high` (95 %) and the one-sided `p_value` of the plug-in. With p proxies and D
     documents there are (p!)^(D - 1) distinct labellings: where they cannot reach 0.05 the p-value is not defined.
-    `mutual_information_excess`: minus the same of the untrained proxies (first record), paired by document.
+    `mutual_information_excess`: minus the same of the untrained proxies (first record), paired by document; not
+    defined where the log does not begin with them.
     `mutual_information_teacher`, `mutual_information_heads` (each head's own top blocks, last record): proxies can
     specialize only as far as their heads differ. `eta_squared`: between-proxy share of the variance of log2 distance.
     """
@@ -177,6 +178,8 @@ def mutual_information(data: xr.Dataset, *, pool: Sequence[str] = (), permutatio
     beyond = corrected("mutual_information_excess", excess)
     untrained = beyond["step"] == sums["step"].values[0]
     beyond.loc[untrained, [*NUMBERS, "reason"]] = [np.nan, np.nan, np.nan, "the first record is the reference"]
+    if sums["step"].values[0] != sums.attrs.get("first_step", sums["step"].values[0]):
+        beyond[[*NUMBERS, "reason"]] = [np.nan, np.nan, np.nan, "the log does not begin with untrained proxies"]
     parts = [first.merge(permuted(sums, over, permutations), how="left"), beyond]
     parts.append(corrected("mutual_information_teacher", of("teacher")))
     if "head_bins" in sums:

@@ -40,7 +40,7 @@ def tally(dataset: xr.Dataset, *, min_visible: int | None = None) -> xr.Dataset:
         heads = dataset["head_teacher"].transpose("layer", "document", "head", "query", "slot").values
         ids = learned_slots(heads[..., rows.index, :], rows)
         result["head_bins"] = (("layer", "document", "head", "bin"), _spread(ids, rows)["bins"])
-    wanted = ("block_size", "top_k_blocks", "num_local_blocks", "num_sink_blocks")
+    wanted = ("block_size", "top_k_blocks", "num_local_blocks", "num_sink_blocks", "first_step")
     result.attrs = {name: dataset.attrs[name] for name in wanted if name in dataset.attrs}
     result.attrs["row_share"] = rows.share
     return result

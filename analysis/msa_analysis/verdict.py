@@ -1,7 +1,8 @@
 """May these runs be compared at all? Undertrained models say nothing about attention.
 
-Four checks, named before any comparison: every arm beats the corpus' bigram table; the proxies' block recall beats
-chance with its whole interval; at least 10 records; at least half of the query rows have a real choice.
+The checks, named before any comparison: every arm beats the corpus' bigram table, or guessing where the task asks
+questions; the proxies' block recall beats chance with its whole interval; at least 10 records; at least half of the
+query rows have a real choice.
 """
 
 # pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
@@ -13,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from scipy.stats import binomtest
 
 from msa_analysis.choices import counting_rows
 from msa_analysis.evidence import Evidence, Selected
@@ -37,12 +39,14 @@ class Verdict(NamedTuple):
 
     @property
     def undertrained(self) -> bool:
-        """True where at least one check failed: the report then does not compare."""
+        """True where a check failed or none applies: the report then does not compare."""
         return bool(self.reasons)
 
     @property
     def reasons(self) -> list[str]:
         """Each failed check, as `run: rule; found`."""
+        if not self.checks:
+            return ["no check applies: there is neither a bigram table nor a question nor a proxy to judge by"]
         return [f"{check.run}: {check.rule}; {check.found}" for check in self.checks if not check.passed]
 
 
@@ -57,9 +61,24 @@ def judge(evidence: Evidence) -> Verdict:
         if bigram is not None and ours is not None and np.isfinite(bigram) and np.isfinite(ours):
             found = f"{ours:.3f} against the bigram table's {bigram:.3f}"
             checks.append(Check(label, "bits per byte must be below the bigram table's", found, ours < bigram))
+        checks += _check_answers(label, evidence, row.run)
         if row.proxies:
             checks += _check_proxies(label, evidence.selected.get(row.run))
     return Verdict(checks)
+
+
+def _check_answers(label: str, evidence: Evidence, path: str) -> list[Check]:
+    """Recall tasks: right answers against guessing one of the values, with a Wilson interval over questions."""
+    run = next(run for run in evidence.runs if str(run.path) == path)
+    answers = (run.result.get("accuracy_by_distance") or {}).values()
+    asked = sum(answer["questions"] for answer in answers)
+    if not asked:
+        return []
+    right = round(sum(answer["accuracy"] * answer["questions"] for answer in answers))
+    low = binomtest(right, asked).proportion_ci(method="wilson").low
+    chance = 1 / run.config.data.recall.num_keys
+    found = f"{right / asked:.3f} of {asked} questions (from {low:.3f} at 95 %), chance {chance:.3f}"
+    return [Check(label, "accuracy must beat guessing with its whole interval", found, bool(low > chance))]
 
 
 def _check_proxies(label: str, selected: Selected | None) -> list[Check]:

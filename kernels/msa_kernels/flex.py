@@ -2,7 +2,9 @@
 
 The selection becomes a bit set per query, which FlexAttention's mask reads, and a list of the 128 x 128 tiles that
 hold any selected token, outside which nothing is computed. The proxies' scores and the KL are matrix products over
-chunks of queries, followed by one fused pass over the scores. No tensor is ever sequence x sequence.
+chunks of queries, followed by one fused pass over the scores; the KL takes its softmaxes' log-sum-exps from attention.
+The scores of a chunk take at most a fixed share of the device's memory, whatever the length: short sequences fit into
+one chunk, long ones never hold their square.
 
 Everything is repeatable bit for bit: sums run in a fixed order, without atomics. Shapes are compiled as constants, so
 a new batch size or length compiles once more. On a CPU the functions run uncompiled, and FlexAttention has no backward
@@ -22,7 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from msa_kernels import checks
 from msa_kernels.documents import layout, num_blocks
-from msa_kernels.selection import Selection, _ordered, _top_blocks
+from msa_kernels.selection import Selection, ordered, top_blocks
 
 TILE = 128
 """FlexAttention's tile, queries and keys."""

@@ -20,6 +20,8 @@ FORCED = 2**31 - 1
 """The rank of a forced block: above that of every score, infinity included."""
 LARGEST_CHUNK = 2**22
 """The most ranks held at one time while choosing."""
+MOST_ROUNDS = 8
+"""Up to so many blocks are chosen by repeated maxima; more by topk, whose time hardly depends on their number."""
 
 
 class Selection(NamedTuple):
@@ -75,8 +77,8 @@ def select_from_scores(
         raise ValueError("sequence=None: with queries and cu_seqlens, give the length of the whole row")
     grid = layout(batch, sequence or stop, block_size, cu_seqlens, scores.device)
     chosen = [
-        _top_blocks(
-            _ordered(scores[:, :, first:last]),
+        top_blocks(
+            ordered(scores[:, :, first:last]),
             grid.block[:, start + first : start + last],
             top_k_blocks,
             num_local_blocks,
@@ -138,7 +140,7 @@ def random_selection(
         place = start * 0x3C6EF373 + position * 0x1E3779B1 + proxy * 0x5851F42D + block * 0x2545F491
         # 30 bits: never below zero and never as high as FORCED.
         draw = _hash((place & _WORD) ^ low, high) >> 2
-        chosen.append(_top_blocks(draw, part.block, top_k_blocks, num_local_blocks, num_sink_blocks))
+        chosen.append(top_blocks(draw, part.block, top_k_blocks, num_local_blocks, num_sink_blocks))
     return Selection(torch.cat(chosen, 2), block_size, cu_seqlens)
 
 
@@ -149,7 +151,7 @@ def row_keys(seed: int, step: int, layer: int, documents: Int64[Tensor, "batch"]
     return _hash(*words, 0, low, high) << 31 | _hash(*words, 1, low, high) >> 1
 
 
-def _top_blocks(
+def top_blocks(
     rank: Int32[Tensor, "batch proxy query block"],
     own: Int32[Tensor, "batch query"],
     top_k_blocks: int,
@@ -163,15 +165,42 @@ def _top_blocks(
     forced = (block > own - num_local_blocks) | (block < num_sink_blocks)
     # Rank above, block id below, in one integer: unique keys, so that ties go to the lower id on every device.
     key = rank.long().masked_fill(forced, FORCED).masked_fill(block > own, ABSENT) * 2**32 + (count - 1 - block)
-    best = key.topk(min(top_k_blocks, count), dim=-1).values
-    ids = count - 1 - (best & _WORD)
-    none = best < (ABSENT + 1) * 2**32
-    ids = ids.masked_fill(none, count).sort(dim=-1).values
+    ids = _best_by_rounds(key, top_k_blocks) if top_k_blocks <= MOST_ROUNDS else _best_by_sorting(key, top_k_blocks)
     ids = ids.masked_fill(ids == count, -1).int()
     return torch.nn.functional.pad(ids, (0, top_k_blocks - ids.shape[-1]), value=-1)
 
 
-def _ordered(scores: Float[Tensor, "..."]) -> Int32[Tensor, "..."]:
+def _best_by_rounds(key: Int64[Tensor, "*rows block"], top_k_blocks: int) -> Int64[Tensor, "*rows slot"]:
+    """The ids in the highest keys, ascending, the block count where a key is absent: one maximum a round.
+
+    Nothing here needs a sort of its own on a GPU, where a compiler makes one kernel of it.
+    """
+    count = key.shape[-1]
+    ids = []
+    for _ in range(min(top_k_blocks, count)):
+        best = key.amax(-1, keepdim=True)
+        ids.append(_block_id(best, count))
+        key = key.masked_fill(key == best, torch.iinfo(torch.int64).min)
+    # A sorting network: neighbours swap, even pairs and odd pairs in turn.
+    for turn in range(len(ids)):
+        for i in range(turn % 2, len(ids) - 1, 2):
+            ids[i], ids[i + 1] = torch.minimum(ids[i], ids[i + 1]), torch.maximum(ids[i], ids[i + 1])
+    return torch.cat(ids, -1)
+
+
+def _best_by_sorting(key: Int64[Tensor, "*rows block"], top_k_blocks: int) -> Int64[Tensor, "*rows slot"]:
+    """As `_best_by_rounds`."""
+    count = key.shape[-1]
+    best = key.topk(min(top_k_blocks, count), dim=-1, sorted=False).values
+    return _block_id(best, count).sort(dim=-1).values
+
+
+def _block_id(key: Int64[Tensor, "..."], count: int) -> Int64[Tensor, "..."]:
+    """The block id in a key of `top_blocks`; `count` where the block is absent."""
+    return torch.where(key < (ABSENT + 1) * 2**32, count, count - 1 - (key & _WORD))
+
+
+def ordered(scores: Float[Tensor, "..."]) -> Int32[Tensor, "..."]:
     """Integers in the order of the fp32 scores; NaN and -inf become ABSENT."""
     scores = scores.detach().float()
     bits = (scores + 0.0).view(torch.int32)  # adding zero turns -0.0 into 0.0, so that the two tie

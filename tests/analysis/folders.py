@@ -83,7 +83,7 @@ def finished(
         "validation_loss": quality * np.log(2),
         "bits_per_byte": quality,
         "bigram_bits_per_byte": 3.5,
-        "documents": scored,
+        "rows": scored,
         "accuracy_by_distance": None,
         "path": "reference",
         "path_reason": "no GPU here",

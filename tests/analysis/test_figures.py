@@ -101,7 +101,7 @@ def test_profiles_draw_the_null_and_the_teacher_with_units() -> None:
     labels = [line.get_label() for line in figure.axes[0].get_lines()]
     assert "null: uniform choice" in labels
     assert "teacher (mean of groups)" in labels
-    assert "1 block = 16 tokens" in figure.axes[0].get_xlabel()
+    assert "16 tokens each" in figure.axes[0].get_xlabel()
     null = next(line for line in figure.axes[0].get_lines() if line.get_label() == "null: uniform choice")
     assert null.get_ydata() == pytest.approx(frame[frame["null"] > 0].groupby("bin")["null"].mean().to_numpy())
 

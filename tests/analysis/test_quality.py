@@ -35,7 +35,7 @@ def test_paired_interval_by_hand(tmp_path: Path) -> None:
 
 def test_one_seed_speaks_of_one_pair_of_models(tmp_path: Path) -> None:
     row = quality.compare(pair(tmp_path, 0, 2.0, 2.03)).iloc[0]
-    assert (row["over"], row["n"]) == ("documents", 16)
+    assert (row["over"], row["n"]) == ("rows", 16)
     assert row["difference"] == pytest.approx(0.03)
     assert row["low"] < 0.03 < row["high"]
     assert row["reason"] == "one seed: speaks of this one pair of models"
@@ -44,7 +44,7 @@ def test_one_seed_speaks_of_one_pair_of_models(tmp_path: Path) -> None:
 def test_one_seed_without_documents_has_no_interval(tmp_path: Path) -> None:
     runs = pair(tmp_path, 0, 2.0, 2.03)
     for run in runs:
-        run.write_json("result.json", run.result | {"documents": []})
+        run.write_json("result.json", run.result | {"rows": []})
     row = quality.compare(runs).iloc[0]
     assert row["difference"] == pytest.approx(0.03)
     assert np.isnan(row["low"])
@@ -59,8 +59,8 @@ def test_runs_of_different_corpora_are_not_compared(tmp_path: Path) -> None:
 
 def test_runs_scored_on_other_rows_or_trained_for_longer_are_not_compared(tmp_path: Path) -> None:
     runs = pair(tmp_path, 0, 2.0, 2.03)
-    other = [document | {"id": f"other{i}"} for i, document in enumerate(runs[1].result["documents"])]
-    runs[1].write_json("result.json", runs[1].result | {"documents": other})
+    other = [document | {"id": f"other{i}"} for i, document in enumerate(runs[1].result["rows"])]
+    runs[1].write_json("result.json", runs[1].result | {"rows": other})
     with pytest.raises(ValueError, match="validation rows"):
         quality.compare(runs)
     longer = pair(tmp_path / "longer", 0, 2.0, 2.03, tokens=1)

@@ -82,7 +82,7 @@ def test_the_page_carries_verdict_nulls_and_limits(page: Page) -> None:
         "minus dense",
         "bigram table",
         "null 0.500",
-        "16 documents, one pair of models",
+        "16 rows, one pair of models",
         "Null: 0.5 exactly",
         "Arms not run: random blocks, one proxy shared by all heads.",
         "One seed: intervals speak of these very models",
@@ -166,8 +166,8 @@ def test_a_recall_task_without_bytes_shows_loss_and_accuracy_by_distance(tmp_pat
     extra = {"bits_per_byte": None, "bigram_bits_per_byte": None, "accuracy_by_distance": accuracy}
     for arm in ("dense", "window"):
         run = folders.finished(tmp_path / "runs", folders.config(arm, arm), quality=2.0, **extra)
-        rows = [{k: v for k, v in d.items() if k not in ("bytes", "bits_per_byte")} for d in run.result["documents"]]
-        run.write_json("result.json", run.result | {"documents": rows})
+        rows = [{k: v for k, v in d.items() if k not in ("bytes", "bits_per_byte")} for d in run.result["rows"]]
+        run.write_json("result.json", run.result | {"rows": rows})
     page = Page(write_report(tmp_path / "runs", tmp_path / "report.html"))
     assert "validation loss, nats per token" in page.text
     assert "0.90of 40" in page.text

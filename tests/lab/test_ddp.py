@@ -11,6 +11,8 @@ from tiny import tiny_run, write_corpus
 from msa_lab.runs import Run
 from msa_lab.train import train
 
+pytestmark = pytest.mark.xdist_group("ddp")  # its runs are trained once, not once a worker
+
 CHANGES = {
     "dense": {"model": {"attention": "dense"}, "train": {"steps": 6}},
     "no-kl": {"train": {"steps": 6, "kl_weight": 0.0}},

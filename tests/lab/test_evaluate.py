@@ -58,7 +58,7 @@ def test_uniform_guesses_cost_the_logarithm_of_the_vocabulary(tmp_path: Path) ->
     # A document mark stands for no bytes, so a byte costs a little more than log2(257).
     assert found["bits_per_byte"] == pytest.approx(math.log2(257), rel=0.01)
     assert found["bits_per_byte"] > math.log2(257) - 1e-6
-    tokens = sum(row["tokens"] for row in found["documents"])
+    tokens = sum(row["tokens"] for row in found["rows"])
     assert tokens == 4 * 128
     assert found["accuracy_by_distance"] is None
 
@@ -71,4 +71,4 @@ def test_scoring_restores_the_mode_and_splits_do_not_matter(tmp_path: Path) -> N
     assert model.training
     split = score(model, data, replace(config, train=replace(config.train, accumulate=4)), 2)
     assert split["bits_per_byte"] == pytest.approx(whole["bits_per_byte"], rel=1e-6)
-    assert [row["id"] for row in split["documents"]] == [row["id"] for row in whole["documents"]]
+    assert [row["id"] for row in split["rows"]] == [row["id"] for row in whole["rows"]]

@@ -14,6 +14,8 @@ from msa_lab.learner import Learner, Parts
 from msa_lab.runs import Run, arm_folder
 from msa_lab.train import train
 
+pytestmark = pytest.mark.xdist_group("fork")  # its study is trained once, not once a worker
+
 
 def fit(config: RunConfig, folder: Path) -> Run:
     return train(config, root=folder / "runs", cache=folder / "cache", progress=False, wandb="disabled")
@@ -112,3 +114,35 @@ def test_a_missing_stem_or_another_last_step_is_named(stem: Run, tmp_path: Path)
         fit(replace(good, train=replace(good.train, fork_from="nothing/here")), tmp_path)
     with pytest.raises(ValueError, match=r"train\.fork_step=7: the stem ends at step 8; try 8"):
         fit(replace(good, train=replace(good.train, fork_step=7)), stem.path.parents[3])
+
+
+def test_another_corpus_than_the_stems_is_refused(tmp_path: Path) -> None:
+    own = write_corpus(tmp_path / "corpus")
+    stem = fit(tiny_run(own, arm="stem", model={"attention": "dense"}, train={"steps": 20, "stop_at": 8}), tmp_path)
+    (own / "doc00.txt").write_text("another text " * 500)
+    with pytest.raises(ValueError, match=r"trained on corpus .* or start under another study name"):
+        fit(fork_of(stem, attention="msa"), tmp_path)
+
+
+def test_proxies_are_new_even_where_the_stem_has_some(stem: Run) -> None:
+    folder = stem.path.parents[3]
+    msa = fit(replace(stem.config, arm="msa_stem", model=replace(stem.config.model, attention="msa")), folder)
+    config = fork_of(msa, attention="msa", num_proxies=4)
+    checkpoint = fork_checkpoint(config, msa, "reference")
+    fresh = Learner(to_dict(config), "reference")
+    optimizer = fresh.configure_optimizers()
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    for name, parameter in fresh.named_parameters():
+        held = torch.equal(checkpoint["state_dict"][name], parameter)
+        if ".proxy." in name:
+            assert held, name
+            assert not optimizer.state.get(parameter), name
+        elif parameter.ndim > 1:
+            assert not held, name
+
+
+def test_a_fork_keeps_the_optimizer_of_its_device(stem: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a GPU the fused optimizer runs; a checkpoint made from CPU tensors must not turn it off.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    groups = fork_checkpoint(fork_of(stem, attention="msa"), stem, "reference")["optimizer_states"][0]["param_groups"]
+    assert [group["fused"] for group in groups] == [True] * 3

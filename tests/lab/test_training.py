@@ -1,6 +1,7 @@
 """Training runs: what they leave behind, and that stopping, resuming and splitting change nothing."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from msa_lab.config import RunConfig
 from msa_lab.learner import Learner, Parts, schedule
 from msa_lab.runs import Run
 from msa_lab.train import TrainingStoppedError, train
+
+pytestmark = pytest.mark.xdist_group("training")  # its study is trained once, not once a worker
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +71,7 @@ def test_a_run_leaves_its_record(whole: Run) -> None:
     assert result["path"] == "reference"
     assert result["path_reason"]
     assert result["tokens"] == 12 * 4 * 128
-    assert sum(row["nats"] for row in result["documents"]) > 0
+    assert sum(row["nats"] for row in result["rows"]) > 0
     assert result["parameters"]["total"] == sum(p.numel() for p in Learner(*_hparams(whole)).model.parameters())
 
 
@@ -211,8 +214,8 @@ def test_without_kl_the_proxies_never_move_and_with_it_all_do(corpus: Path, tmp_
             assert torch.equal(value, trained_proxies[name]) != moves, (weight, name)
 
 
-def test_the_schedule_warms_up_holds_and_decays() -> None:
-    config = tiny_run(Path("x"), train={"steps": 100, "warmup_steps": 10, "decay_fraction": 0.2}).train
+def test_the_schedule_warms_up_holds_and_decays(corpus: Path) -> None:
+    config = tiny_run(corpus, train={"steps": 100, "warmup_steps": 10, "decay_fraction": 0.2}).train
     values = [schedule(config, step) for step in range(101)]
     assert values[0] == pytest.approx(0.1)
     assert values[9] == values[10] == values[80] == 1.0
@@ -255,3 +258,50 @@ def test_a_signal_saves_and_says_how_to_go_on(corpus: Path, tmp_path: Path) -> N
 def test_a_diverging_run_says_so(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the loss is not finite"):
         fit(tiny_run(corpus, train={"lr": 1e30, "clip": 0.0, "steps": 8}), tmp_path)
+
+
+def test_a_run_killed_before_its_result_was_written_finishes_at_once(whole: Run, corpus: Path, tmp_path: Path) -> None:
+    copied = Run.of(tiny_run(corpus), tmp_path / "runs")
+    shutil.copytree(whole.path, copied.path)
+    for name in ("result.json", "model.safetensors"):
+        (copied.path / name).unlink()
+    again = fit(tiny_run(corpus), tmp_path / "runs").result
+    expected = whole.result
+    for name in ("bits_per_byte", "rows", "tokens", "flops_total", "parameters"):
+        assert again[name] == expected[name], name
+    assert again["wall_seconds"] <= expected["wall_seconds"]
+
+
+def test_another_corpus_is_refused_on_resume(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = write_corpus(tmp_path / "corpus")
+    config = tiny_run(own, model={"attention": "dense"})
+    with monkeypatch.context() as patched:
+        stop_at(5, patched)
+        with pytest.raises(TrainingStoppedError):
+            fit(config, tmp_path / "runs")
+    (own / "doc00.txt").write_text("another text " * 500)
+    with pytest.raises(ValueError, match=r"trained on corpus .* or start under another study name"):
+        fit(config, tmp_path / "runs")
+
+
+def test_a_start_without_a_checkpoint_keeps_nothing_of_an_earlier_try(
+    whole: Run, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(self: object, trainer: object, *rest: object) -> None:
+        raise RuntimeError("killed")
+
+    config = tiny_run(corpus)
+    with monkeypatch.context() as patched:
+        patched.setattr(callbacks.StopOnSignal, "on_train_batch_end", die)
+        with pytest.raises(RuntimeError, match="killed"):
+            fit(config, tmp_path / "runs")
+    assert (Run.of(config, tmp_path / "runs").metrics.step == 0).any()
+    pd.testing.assert_frame_equal(numbers(fit(config, tmp_path / "runs")), numbers(whole))
+
+
+def test_a_step_that_is_not_finite_is_never_saved(corpus: Path, tmp_path: Path) -> None:
+    config = tiny_run(corpus, train={"lr": 1e30, "clip": 0.0, "steps": 8, "checkpoint_every": 1})
+    with pytest.raises(ValueError, match="the loss is not finite"):
+        fit(config, tmp_path)
+    held = torch.load(Run.of(config, tmp_path).path / "last.ckpt", weights_only=True)
+    assert held["global_step"] == Run.of(config, tmp_path).metrics.step.max()

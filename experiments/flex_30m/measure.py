@@ -120,19 +120,21 @@ def train(out: Path, root: Path, steps: int) -> None:
         process.wait()
         finish(config, root, i % gpus)
         table, result = run.metrics, run.result
+        logged, every = table[table.name == "train/ce"].step.tolist(), config.train.log_every
         speeds = table[table.name == "tokens_per_second"].set_index("step").value
         keep = ("steps", "tokens", "wall_seconds", "parameters", "bits_per_byte", "bigram_bits_per_byte")
         report[config.arm] = {name: result[name] for name in (*keep, "validation_loss", "flops_per_token", "path")} | {
             "killed_at_step": at,
-            "rows_missing_or_twice": int(table[table.name == "train/ce"].step.duplicated().sum()),
+            "logged_steps_missing": len(set(range(every, steps + 1, every)) - set(logged)),
+            "logged_steps_twice": len(logged) - len(set(logged)),
             "tokens_per_second_warmup": float(speeds[speeds.index <= config.train.sparse_step].median()),
             "tokens_per_second_sparse": float(speeds[speeds.index > config.train.sparse_step + 40].median()),
             "peak_memory_gib": (result["peak_memory_bytes"] or 0) / 2**30,
             "selection_log_mb": sum(f.stat().st_size for f in run.path.rglob("selections.zarr/**/*") if f.is_file())
             / 1e6,
         }
-        curve = table[table.name.isin(["train/ce", "train/kl", "validation/bits_per_byte"])]
-        curve[curve.step % 100 == 0].to_csv(out / f"curve_{config.arm}.csv", index=False)
+        names = ["train/ce", "train/kl", "validation/bits_per_byte", "tokens_per_second"]
+        table[table.name.isin(names)].to_csv(out / f"curve_{config.arm}.csv", index=False)
         (out / f"environment_{config.arm}.json").write_text((run.path / "environment.json").read_text())
 
     side_by_side([lambda i=i, c=c: killed_once(i, c) for i, c in enumerate(runs(steps))], gpus)

@@ -12,6 +12,7 @@ pass there: that is for tests, `msa_kernels.reference` is for work.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,13 +33,15 @@ CHUNK_SCORES = 2**26
 """The most scores of all heads held at one time (256 MiB in fp32), if the device has no room for more."""
 CHUNK_SHARE = 1 / 128
 """Share of a GPU's memory that the scores of one chunk may take: few large chunks, because each costs the host time."""
-KEY_LENGTHS = 4
-"""Causal chunks look at so many different numbers of keys: more waste less work and compile longer."""
+KEY_LENGTHS = 8
+"""Causal chunks look at so many different numbers of keys, each compiled: 9/16 of the square, where 1/2 is visible."""
+LSE_VALUES = 16
+"""The narrowest values that FlexAttention takes, where only its log-sum-exp is wanted."""
 UNROLLED_WORDS = 8
 """Bit sets up to so many words are read by selects, whose loads do not depend on the key; longer ones by an index."""
 GRADIENT_SCALE = 1024.0
 """Keeps student minus teacher, at most 1, clear of fp16's smallest numbers."""
-COMPILED_SHAPES = 64
+COMPILED_SHAPES = 256
 """Dynamo gives up after 8 compilations of one function by default."""
 
 
@@ -56,11 +59,11 @@ def block_scores(
     batch, sequence, num_proxies, _ = q_proxy.shape
     first, last = checks.query_range(queries, sequence)
     count = num_blocks(sequence, block_size)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(q_proxy.device.type, enabled=False):
         start = _starts(batch, sequence, cu_seqlens, q_proxy.device)
         parts = [q_proxy.new_empty(batch, num_proxies, 0, count, dtype=torch.float32)]
-        for _, scores, query, row_start in _proxy_chunks(q_proxy, k_proxy, start, first, last):
-            pooled = _compiled(_pool)(scores, query, row_start, block_size, q_proxy.shape[-1])
+        for _, *chunk in _proxy_chunks(q_proxy, k_proxy, start, first, last):
+            pooled = _compiled(_pool)(*chunk, block_size)
             parts.append(F.pad(pooled, (0, count - pooled.shape[-1]), value=-torch.inf))
         return torch.cat(parts, 2)
 
@@ -111,22 +114,10 @@ def dense_attention(
     backward pass can be repeated, under `torch.use_deterministic_algorithms`. With it, it is always FlashAttention.
     """
     checks.main_branch(q, k, v)
-    dim = q.shape[-1]
-    if (
-        cu_seqlens is None
-        and q.is_cuda
-        and q.dtype in checks.HALF
-        and v.shape[-1] == dim
-        and dim % 8 == 0
-        and dim <= 256
-    ):
+    if not return_lse and _flash_serves(q, v, cu_seqlens):
         by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if not return_lse:
-            return F.scaled_dot_product_attention(*by_head, is_causal=True, enable_gqa=True).transpose(1, 2), None
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(*by_head, 0.0, True, False)[:2]
-        return out.transpose(1, 2), lse.transpose(1, 2).detach()
-    start = _starts(q.shape[0], q.shape[1], cu_seqlens, q.device)
-    out, lse = _compiled(_dense_attention)(q, k, v, start)
+        return F.scaled_dot_product_attention(*by_head, is_causal=True, enable_gqa=True).transpose(1, 2), None
+    out, lse = _dense_with_lse(q, k, v, _starts(q.shape[0], q.shape[1], cu_seqlens, q.device))
     return out, lse if return_lse else None
 
 
@@ -260,6 +251,21 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None) -> t
     return _attend(q, k, v, tiles, mask)
 
 
+def _flash_serves(q: Tensor, v: Tensor, documents: Tensor | None) -> bool:
+    """Whether PyTorch's FlashAttention takes these, causal, with any number of key heads."""
+    dim = q.shape[-1]
+    fits = v.shape[-1] == dim and dim % 8 == 0 and dim <= 256
+    return fits and documents is None and q.is_cuda and q.dtype in checks.HALF
+
+
+def _dense_with_lse(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    if not _flash_serves(q, v, start):
+        return _compiled(_dense_attention)(q, k, v, start)
+    by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(*by_head, 0.0, True, False)[:2]
+    return out.transpose(1, 2), lse.transpose(1, 2).detach()
+
+
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -324,9 +330,9 @@ def _chunks(first: int, last: int, sequence: int, heads: int, most: int) -> Iter
 
     `most` bounds the scores of one range, heads * queries * keys.
     """
-    size = max(1, most // (heads * sequence))
-    size = size // TILE * TILE or size
     step = -(-sequence // (KEY_LENGTHS * TILE)) * TILE if sequence > 16 * TILE else sequence
+    size = max(1, min(step, most // (heads * sequence)))
+    size = size // TILE * TILE or size
     for start in range(first, last, size):
         stop = min(start + size, last)
         yield start, stop, min(sequence, -(-stop // step) * step)
@@ -356,20 +362,19 @@ def _scores(q: Tensor, keys: Float[Tensor, "batch*groups key dim"]) -> Float[Ten
 
 def _proxy_chunks(
     q_proxy: Tensor, k_proxy: Tensor, start: Tensor | None, first: int, last: int
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
-    """For each chunk of queries: their range, the proxies' dot products, positions and documents' starts."""
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor | None]]:
+    """For each chunk of queries: their range, themselves, the keys, positions and documents' starts."""
     batch, sequence, num_proxies, _ = q_proxy.shape
     keys = _by_group(k_proxy, k_proxy.shape[2])
     query = torch.arange(sequence, dtype=torch.int32, device=q_proxy.device)
     for begin, end, length in _chunks(first, last, sequence, batch * num_proxies, _most_scores(q_proxy.device)):
         rows = slice(begin, end)
-        with torch.autocast(q_proxy.device.type, enabled=False):
-            scores = _scores(q_proxy[:, rows], keys[:, :length])
-        yield rows, scores, query[rows], None if start is None else start[:, rows]
+        yield rows, q_proxy[:, rows], keys[:, :length], query[rows], None if start is None else start[:, rows]
 
 
-def _pool(scores: Tensor, query: Tensor, start: Tensor | None, block_size: int, dim: int) -> Tensor:
+def _pool(q_proxy: Tensor, keys: Tensor, query: Tensor, start: Tensor | None, block_size: int) -> Tensor:
     """The largest visible scaled score of each block of the query's document."""
+    scores = _scores(q_proxy, keys)
     length = scores.shape[-1]
     count = num_blocks(length, block_size)
     key = torch.arange(count * block_size, dtype=torch.int32, device=scores.device)
@@ -378,17 +383,23 @@ def _pool(scores: Tensor, query: Tensor, start: Tensor | None, block_size: int, 
     else:
         key = key + start[:, None, :, None]
         scores = scores.gather(-1, key.clamp(max=length - 1).long().expand(-1, scores.shape[1], -1, -1))
-    scores = torch.where(key <= query[:, None], scores * dim**-0.5, -torch.inf)
+    scores = torch.where(key <= query[:, None], scores * q_proxy.shape[-1] ** -0.5, -torch.inf)
     return scores.unflatten(-1, (count, block_size)).amax(-1).float()
 
 
 def _choose(
-    scores: Tensor, query: Tensor, start: Tensor | None, rule: tuple[int, int, int, int], dim: int
-) -> Int32[Tensor, "batch proxy query slot"]:
+    q_proxy: Tensor,
+    keys: Tensor,
+    query: Tensor,
+    start: Tensor | None,
+    rule: tuple[int, int, int, int],
+    blocks: Int32[Tensor, "batch proxy query slot"],
+) -> None:
+    """Write the selection of a chunk of queries to `blocks`."""
     top_k_blocks, block_size, num_local_blocks, num_sink_blocks = rule
-    pooled = _pool(scores, query, start, block_size, dim)
-    own = (query.expand(scores.shape[0], -1) if start is None else query - start) // block_size
-    return _top_blocks(_ordered(pooled), own, top_k_blocks, num_local_blocks, num_sink_blocks)
+    rank = ordered(_pool(q_proxy, keys, query, start, block_size))
+    own = (query.expand(q_proxy.shape[0], -1) if start is None else query - start) // block_size
+    blocks.copy_(top_blocks(rank, own, top_k_blocks, num_local_blocks, num_sink_blocks))
 
 
 @torch.library.custom_op("msa_kernels::flex_select_blocks", mutates_args=())
@@ -402,11 +413,11 @@ def _select_blocks(
     num_sink_blocks: int,
 ) -> Tensor:
     rule = (top_k_blocks, block_size, num_local_blocks, num_sink_blocks)
-    batch, sequence, num_proxies, dim = q_proxy.shape
+    batch, sequence, num_proxies, _ = q_proxy.shape
     blocks = q_proxy.new_empty(batch, num_proxies, sequence, top_k_blocks, dtype=torch.int32)
-    with torch.no_grad():
-        for rows, scores, query, row_start in _proxy_chunks(q_proxy.detach(), k_proxy.detach(), start, 0, sequence):
-            blocks[:, :, rows] = _compiled(_choose)(scores, query, row_start, rule, dim)
+    with torch.no_grad(), torch.autocast(q_proxy.device.type, enabled=False):
+        for rows, *chunk in _proxy_chunks(q_proxy.detach(), k_proxy.detach(), start, 0, sequence):
+            _compiled(_choose)(*chunk, rule, blocks[:, :, rows])
     return blocks
 
 
@@ -450,46 +461,78 @@ def _kl(
     return torch.ops.msa_kernels.flex_proxy_kl(q_proxy, k_proxy, *teacher, blocks, start, block_size, with_grad)[0]
 
 
+def _student_lse(
+    q_proxy: Tensor, k_proxy: Tensor, blocks: Tensor | None, start: Tensor | None, block_size: int
+) -> Float[Tensor, "batch query proxy"]:
+    """The log-sum-exp of the proxies' scaled scores; -inf where a query sees no key."""
+    if not q_proxy.is_cuda:  # FlexAttention rounds the scores of half types there
+        q_proxy, k_proxy = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q_proxy, k_proxy))
+    if blocks is None:
+        return _dense_with_lse(q_proxy, k_proxy, k_proxy, start)[1]
+    values = k_proxy[..., :LSE_VALUES]
+    return _compiled(_sparse_attention)(q_proxy, k_proxy, values, blocks, start, block_size)[1]
+
+
 def _divergence(
     teacher: Float[Tensor, "batch head query key"],
     student: Float[Tensor, "batch proxy query key"],
     lse: Float[Tensor, "batch query head"],
+    student_lse: Float[Tensor, "batch query proxy"],
+    sees: Bool[Tensor, "batch proxy query key"],
+    dims: tuple[int, int],
+) -> tuple[Float[Tensor, "batch proxy query"], Float[Tensor, "batch proxy query key"]]:
+    """Each query's KL, and (student - teacher) * GRADIENT_SCALE, from dot products.
+
+    One pass over dot products: this is where the time of the KL goes. Logarithms are to the base 2, which a GPU has
+    instructions for.
+    """
+    scale, proxy_scale = (dim**-0.5 / math.log(2) for dim in dims)
+    num_proxies = student.shape[1]
+    heads = teacher.unflatten(1, (num_proxies, -1))
+    share = heads.shape[2]
+    lses = (lse / math.log(2) + math.log2(share)).transpose(1, 2).unflatten(1, (num_proxies, -1))[..., None]
+    parts = [(heads[:, :, i] * scale - lses[:, :, i]).exp2() for i in range(share)]
+    mean = torch.where(sees, functools.reduce(torch.add, parts), 0.0)
+    log_student = student * proxy_scale - (student_lse / math.log(2)).transpose(1, 2)[..., None]
+    rows = torch.where(mean == 0, 0.0, mean * (mean.log2() - log_student)).sum(-1) * math.log(2)
+    return rows, (torch.where(sees, log_student.exp2(), 0.0) - mean) * GRADIENT_SCALE
+
+
+def _kl_chunk(
+    q: Float[Tensor, "batch query head dim"],
+    keys: Float[Tensor, "batch*kv_head key dim"],
+    q_proxy: Float[Tensor, "batch query proxy proxy_dim"],
+    proxy_keys: Float[Tensor, "batch*proxy_kv_head key proxy_dim"],
+    lse: Float[Tensor, "batch query head"],
+    student_lse: Float[Tensor, "batch query proxy"],
     bits: Int32[Tensor, "word batch proxy query"] | None,
     start: Int32[Tensor, "batch query"] | None,
     query: Int32[Tensor, "query"],
     block_size: int,
-    dims: tuple[int, int],
-    gradient: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Per query: its KL, whether it sees any key, and (student - teacher) * GRADIENT_SCALE.
-
-    One pass over dot products: this is where the time of the KL goes, so that nothing of their size is written but
-    the last result, in the dtype `gradient`.
-    """
-    batch, num_proxies, queries, length = student.shape
-    scale, proxy_scale = (dim**-0.5 for dim in dims)
-    device = student.device
-    row = torch.arange(batch, device=device)[:, None, None, None]
-    proxy = torch.arange(num_proxies, device=device)[:, None, None]
-    index = torch.arange(queries, device=device)[:, None]
-    key = torch.arange(length, dtype=torch.int32, device=device)
+    scale: Float[Tensor, "proxy 1"],
+    rows: Float[Tensor, "batch proxy query"],
+    dq: Float[Tensor, "batch query proxy proxy_dim"] | None,
+    dk: Float[Tensor, "batch*proxy key proxy_dim"] | None,
+) -> None:
+    """Write the KL of a chunk's queries to `rows` and their gradient, times `scale`, to `dq`; add to `dk`."""
+    batch, queries, num_proxies, dim = q_proxy.shape
+    length = keys.shape[1]
+    row = torch.arange(batch, device=q.device)[:, None, None, None]
+    proxy = torch.arange(num_proxies, device=q.device)[:, None, None]
+    index = torch.arange(queries, device=q.device)[:, None]
+    key = torch.arange(length, dtype=torch.int32, device=q.device)
     sees = _sees(bits, start, block_size, (row, proxy, index), query[:, None], key)
     sees = sees.expand(batch, num_proxies, queries, length)
-
-    scores = torch.where(sees, student * proxy_scale, -torch.inf)
-    peak = scores.amax(-1, keepdim=True)
-    peak = torch.where(peak == -torch.inf, 0.0, peak)
-    log_student = student * proxy_scale - (peak + (scores - peak).exp().sum(-1, keepdim=True).log())
-    heads = teacher.unflatten(1, (num_proxies, -1))
-    lses = lse.transpose(1, 2).unflatten(1, (num_proxies, -1))[..., None]
-    share = heads.shape[2]
-    mean = sum((heads[:, :, i] * scale - lses[:, :, i]).exp() for i in range(share)) / share
-    mean = torch.where(sees, mean, 0.0)
-    rows = torch.where(mean == 0, 0.0, mean * (mean.log() - log_student)).sum(-1)
-    if gradient is None:
-        return rows, sees.any(-1), None
-    weights = torch.where(sees, log_student.exp() - mean, 0.0) * GRADIENT_SCALE
-    return rows, sees.any(-1), weights.to(gradient)
+    scores = _scores(q, keys), _scores(q_proxy, proxy_keys)
+    divergence, weights = _divergence(*scores, lse, student_lse, sees, (q.shape[-1], dim))
+    rows.copy_(divergence)
+    if dq is None or dk is None:
+        return
+    weights = weights.to(q_proxy.dtype)
+    to_queries = _matmul(weights.view(proxy_keys.shape[0], -1, length), proxy_keys)
+    dq.copy_(to_queries.view(batch, num_proxies, queries, dim).transpose(1, 2) * scale)
+    by_proxy = weights.view(batch * num_proxies, queries, length)
+    dk += _matmul(by_proxy.transpose(1, 2), _by_group(q_proxy, num_proxies))
 
 
 @torch.library.custom_op("msa_kernels::flex_proxy_kl", mutates_args=())
@@ -510,39 +553,37 @@ def _proxy_kl(
         batch, sequence, num_proxies, dim = q_proxy.shape
         wide = torch.promote_types(q_proxy.dtype, torch.float32)
         bits = None if blocks is None else _compiled(_bit_set)(blocks, num_blocks(sequence, block_size))
+        student_lse = _student_lse(q_proxy, k_proxy, blocks, start, block_size)
+        count = (student_lse != -torch.inf).sum((0, 1)).clamp(min=1)
+        scale = (dim**-0.5 / GRADIENT_SCALE / count.to(wide))[:, None]
         keys, proxy_keys = _by_group(k, k.shape[2]), _by_group(k_proxy, k_proxy.shape[2])
         query = torch.arange(sequence, dtype=torch.int32, device=q.device)
-        total = torch.zeros(num_proxies, dtype=wide, device=q.device)
-        count = torch.zeros_like(total)
-        dq = total.new_empty((batch, sequence, num_proxies, dim) if with_grad else (0,))
-        dk = total.new_zeros((batch * num_proxies, sequence, dim) if with_grad else (0,))
+        rows = lse.new_empty(batch, num_proxies, sequence, dtype=wide)
+        dq = rows.new_empty((batch, sequence, num_proxies, dim) if with_grad else (0,))
+        dk = rows.new_zeros((batch * num_proxies, sequence, dim) if with_grad else (0,))
         heads = batch * max(q.shape[2], num_proxies)
         for begin, end, length in _chunks(0, sequence, sequence, heads, _most_scores(q.device)):
-            rows = slice(begin, end)
-            part, counted, weights = _compiled(_divergence)(
-                _scores(q[:, rows], keys[:, :length]),
-                _scores(q_proxy[:, rows], proxy_keys[:, :length]),
-                lse[:, rows],
-                None if bits is None else bits[..., rows],
-                None if start is None else start[:, rows],
-                query[rows],
+            at = slice(begin, end)
+            _compiled(_kl_chunk)(
+                q[:, at],
+                keys[:, :length],
+                q_proxy[:, at],
+                proxy_keys[:, :length],
+                lse[:, at],
+                student_lse[:, at],
+                None if bits is None else bits[..., at],
+                None if start is None else start[:, at],
+                query[at],
                 block_size,
-                (q.shape[-1], dim),
-                q_proxy.dtype if with_grad else None,
+                scale,
+                rows[..., at],
+                dq[:, at] if with_grad else None,
+                dk[:, :length] if with_grad else None,
             )
-            total += part.sum((0, 2))
-            count += counted.sum((0, 2))
-            if weights is not None:
-                by_key = weights.view(proxy_keys.shape[0], -1, length)
-                dq[:, rows] = _matmul(by_key, proxy_keys[:, :length]).view(batch, num_proxies, -1, dim).transpose(1, 2)
-                by_proxy = weights.view(batch * num_proxies, -1, length)
-                dk[:, :length] += _matmul(by_proxy.transpose(1, 2), _by_group(q_proxy[:, rows], num_proxies))
-        count = count.clamp(min=1)
         if with_grad:
-            scale = (dim**-0.5 / GRADIENT_SCALE / count)[:, None]
-            dk = dk.view(batch, num_proxies, sequence, dim).transpose(1, 2) * scale
-            dq *= scale
-        return total / count, dq, dk.contiguous()
+            shared = dk.view(batch, num_proxies, sequence, dim).transpose(1, 2)
+            dk = torch.mul(shared, scale, out=torch.empty_like(dq))
+        return rows.sum((0, 2)) / count, dq, dk
 
 
 @_proxy_kl.register_fake
@@ -622,9 +663,16 @@ def _compiled(function: Callable) -> Callable:
 _SEEN: set[tuple] = set()
 
 
-def _signature(function: Callable, *args: object) -> tuple:
-    parts = ((a.shape, a.stride(), a.dtype, a.requires_grad) if isinstance(a, Tensor) else a for a in args)
-    return (function, torch.is_grad_enabled(), *parts)
+def _signature(function: Callable, tensor: Tensor, *args: object) -> tuple:
+    """What the compiler looks at to decide whether it knows a call."""
+    parts = ((a.shape, a.stride(), a.dtype, a.requires_grad) if isinstance(a, Tensor) else a for a in (tensor, *args))
+    modes = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(tensor.device.type),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return (function, tensor.device, *modes, *parts)
 
 
 @functools.cache

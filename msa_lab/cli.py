@@ -92,13 +92,16 @@ def _train_study(runs: list[RunConfig], args: Namespace) -> int:
 def _write_report(runs: list[Run], out: Path) -> None:
     from msa_analysis.evidence import collect
     from msa_analysis.gallery import write_figures
-    from msa_analysis.report import summary_table, write_report
+    from msa_analysis.report import selection_table, summary_table, write_report
+    from msa_analysis.verdict import judge
 
     evidence = collect(runs)
     path = write_report(evidence, out)
-    figures = out.with_name("figures")
+    figures = out.with_name(f"{out.stem}-figures")
     write_figures(evidence, figures)
-    print(summary_table(evidence).to_string(index=False))
+    for table in (summary_table(evidence), selection_table(evidence)):
+        print(table.to_string(index=False) if len(table) else "no proxies were recorded", end="\n\n")
+    print("\n".join(f"undertrained: {reason}" for reason in judge(evidence).reasons) or "trained enough to compare")
     print(f"figures and their numbers: {figures}")
     print(f"report: {path}")
 

@@ -147,12 +147,12 @@ def complete_lines(path: Path) -> str:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Name the file in an OSError that does not, such as a full disk's."""
+def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
+    """Name the file in an OSError that names none, such as a full disk's, or that names its partial one."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:
+        if error.errno is not None and error.filename in (None, str(partial)):
             error.filename = str(path)
         raise
 
@@ -163,11 +163,12 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
     killed."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with naming(path), partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        with naming(path, partial):
+            with partial.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -76,10 +76,12 @@ def pictures(evidence: Evidence, verdict: Verdict) -> Iterator[Picture]:
 def write_figures(runs: Evidence | Sequence[Run] | str | Path, folder: str | Path) -> list[Path]:
     """Each figure as PNG and the numbers behind it as CSV, into `folder`: readable without any tracking service.
 
-    Returns the files written.
+    Figures and tables that an earlier call left there are removed. Returns the files written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for old in [*folder.glob("*.png"), *folder.glob("*.csv")]:
+        old.unlink()
     evidence = collect(runs)
     written = []
     tables = {"runs": evidence.table, "specialization": evidence.specialization()}

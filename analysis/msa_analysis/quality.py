@@ -84,8 +84,8 @@ def compare(runs: Sequence[Run], reference: str | None = None, *, metric: str | 
     """Each arm minus the reference arm, paired by seed: arm, reference, metric, difference, low, high, over, n, reason.
 
     `over` is "seeds" (t interval, n seeds) or "rows" (one pair of models, n validation rows, jackknife-t; the
-    difference is then the weighted mean over those rows; rows that share a file make the interval too narrow). Stems are
-    left out: they were trained for less.
+    difference is then the weighted mean over those rows; rows that share a file make the interval too narrow).
+    Stems are left out: they were trained for less.
 
     Raises:
         ValueError: Runs to be paired differ in corpus, validation rows or tokens; no such arm; no dense arm to take.

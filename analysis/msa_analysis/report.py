@@ -54,11 +54,10 @@ def write_report(runs: Evidence | Sequence[Run] | str | Path, out: str | Path) -
 
 
 def summary_table(runs: Evidence | Sequence[Run] | str | Path) -> pd.DataFrame:
-    """What a terminal shows: a row an arm, ready-made text; differences only where the models were trained enough."""
+    """Quality for a terminal: a row an arm, ready-made text; differences only where the models were trained enough."""
     evidence = collect(runs)
     verdict = judge(evidence)
     differences = _differences(evidence, verdict)
-    metrics = over_seeds(evidence.specialization())
     reference = quality.reference_arm(evidence.table) or "dense"
     rows = []
     for row in quality.arms(evidence.table).to_dict("records"):
@@ -67,16 +66,25 @@ def summary_table(runs: Evidence | Sequence[Run] | str | Path) -> pd.DataFrame:
             "arm": row["arm"] + (" (stem)" if row["role"] == "stem" else ""),
             "seeds": str(row["seeds"]),
             name: number(row["value"]),
-            "bigram": "" if missing(row["bigram"]) else number(row["bigram"]),
+            # In bits per byte: beside a loss in nats it would be read as one.
+            "bigram": "" if missing(row["bigram"]) or row["metric"] != "bits_per_byte" else number(row["bigram"]),
             f"minus {reference}": _cell(differences.get(row["arm"]), "difference", sign=True, absent=""),
             "parameters": quantity(row["parameters"]),
             "tokens/s": quantity(row["tokens_per_second"]),
         }
-        own = metrics[metrics["arm"] == row["arm"]].set_index("metric")
-        for metric in HEADLINE:
-            held = own.loc[metric].to_dict() if metric in own.index else None
-            shown[metric.replace("_", " ")] = _cell(held, "value", absent="")
         rows.append(shown)
+    return pd.DataFrame(rows)
+
+
+def selection_table(runs: Evidence | Sequence[Run] | str | Path) -> pd.DataFrame:
+    """What the proxies choose, for a terminal: a row a measure and arm, mean over layers, with its null."""
+    metrics = over_seeds(collect(runs).specialization())
+    rows = []
+    for row in metrics[metrics["metric"].isin(HEADLINE)].to_dict("records"):
+        null = UNDEFINED if missing(row["null"]) else number(row["null"])
+        rows.append(
+            {"arm": row["arm"], "measure": row["metric"].replace("_", " "), "value": _cell(row, "value"), "null": null}
+        )
     return pd.DataFrame(rows)
 
 

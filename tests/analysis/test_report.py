@@ -14,7 +14,7 @@ import pytest
 from msa_analysis import quality, specialization
 from msa_analysis.evidence import collect
 from msa_analysis.gallery import write_figures
-from msa_analysis.report import summary_table, write_report
+from msa_analysis.report import selection_table, summary_table, write_report
 from msa_analysis.wording import duration, interval, number, quantity
 
 from msa_lab.runs import find
@@ -136,7 +136,7 @@ def test_dense_only_runs_say_what_is_not_defined(tmp_path: Path) -> None:
     folders.finished(tmp_path / "runs", folders.config("dense", "dense"), quality=2.0)
     page = Page(write_report(tmp_path / "runs", tmp_path / "report.html"))
     assert "not defined: none of these runs has proxies with recorded selections." in page.text
-    assert list(summary_table(tmp_path / "runs")["recency"]) == [""]
+    assert selection_table(tmp_path / "runs").empty
 
 
 def test_one_proxy_has_no_specialization_in_the_page(tmp_path: Path) -> None:
@@ -147,9 +147,10 @@ def test_one_proxy_has_no_specialization_in_the_page(tmp_path: Path) -> None:
     page = Page(write_report(evidence, tmp_path / "report.html"))
     assert "one proxy: nothing to tell apart" in page.text
     assert "one proxy: there is no pair" in page.text
-    row = summary_table(evidence).iloc[0]
-    assert row["mutual information"] == "not defined"
-    assert row["recency"].startswith("0.")
+    shown = selection_table(evidence).set_index("measure")
+    assert shown.loc["mutual information", "value"] == "not defined"
+    assert shown.loc["recency", "value"].startswith("0.")
+    assert shown.loc["recency", "null"] == "0.500"
 
 
 def test_a_budget_that_covers_everything_is_labelled_not_sparse(tmp_path: Path) -> None:
@@ -172,6 +173,16 @@ def test_a_recall_task_without_bytes_shows_loss_and_accuracy_by_distance(tmp_pat
     assert "validation loss, nats per token" in page.text
     assert "0.90of 40" in page.text
     assert quality.compare(find(tmp_path / "runs")).iloc[0]["metric"] == "validation_loss"
+
+
+def test_a_bigram_table_in_bits_never_stands_beside_losses_in_nats(tmp_path: Path) -> None:
+    folders.finished(tmp_path / "runs", folders.config("text", "dense"), quality=2.0)
+    assert summary_table(tmp_path / "runs")["bigram"].iloc[0]
+    extra = {"bits_per_byte": None, "bigram_bits_per_byte": None}
+    folders.finished(tmp_path / "runs", folders.config("recall", "dense"), quality=2.0, **extra)
+    table = summary_table(tmp_path / "runs")
+    assert "validation loss" in table
+    assert table["bigram"].tolist() == ["", ""]
 
 
 def test_figures_and_their_numbers_lie_in_a_folder(study: Path, tmp_path: Path) -> None:

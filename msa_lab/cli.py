@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(_about(error))
     except ValueError as error:
         _complain(str(error))
+    except FloatingPointError as error:
+        _complain(str(error))
+        return 1
     return 2
 
 

@@ -218,7 +218,9 @@ class Learner(L.LightningModule):
             mean = self.trainer.strategy.reduce(mean, reduce_op="mean")
         values = mean.tolist()
         if not math.isfinite(sum(values)):
-            raise ValueError(f"step {step}: the loss is not finite; lower train.lr or look at the data of this step")
+            raise FloatingPointError(
+                f"step {step}: the loss is not finite; lower train.lr or look at the data of this step"
+            )
         metrics = {"train/ce": values[0], **self._kl_metrics(values[1:])}
         metrics["train/loss"] = values[0] + train.kl_weight * metrics.get("train/kl", 0.0)
         metrics |= {f"grad_norm/{role}": float(norm) for role, norm in self._norms.items()}

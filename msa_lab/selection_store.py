@@ -263,13 +263,10 @@ def _whole(folder: Path, array: zarr.Array, index: int) -> bool:
     if _dims(array) != DIMS:
         return True
     chunk = folder / array.metadata.encode_chunk_key((index,) + (0,) * (array.ndim - 1))
-    if not chunk.exists():
-        return False
     try:
-        array[index]
+        return chunk.exists() and array[index] is not None
     except (ValueError, RuntimeError):
         return False
-    return True
 
 
 def _dims(array: zarr.Array) -> tuple[str | None, ...]:
@@ -297,5 +294,5 @@ def _find(run: Run | str | Path) -> Path:
 
 def _disk_error(path: Path, what: str, error: OSError) -> OSError:
     reason = error.strerror or str(error)
-    rest = "earlier records are whole; free some space and start the run again, it resumes"
+    rest = "earlier records are whole; free some space and start the run again"
     return OSError(error.errno, f"{path}: could not {what} ({reason}); {rest}")

@@ -128,7 +128,9 @@ def test_a_full_disk_is_told_in_one_line(capsys, monkeypatch):
         raise OSError(28, "No space left on device", "runs/x/metrics.csv")
 
     monkeypatch.setattr("msa_lab.sweep.load_study", full)
-    assert said(capsys, "sweep", "study.py")[::2] == (2, "msa-lab: runs/x/metrics.csv: No space left on device\n")
+    code, _, err = said(capsys, "sweep", "study.py")
+    rest = "free some space and give the same command again: what is finished is kept"
+    assert (code, err) == (2, f"msa-lab: runs/x/metrics.csv: No space left on device; {rest}\n")
 
 
 def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch):

@@ -37,7 +37,7 @@ from msa_lab.runs import arm_folder
         (lambda: TrainConfig(beta2=1.0), r"train\.beta2=1\.0"),
         (lambda: SelectionConfig(records=1), r"selections\.records=1"),
         (lambda: RunConfig(arm="a/b"), r"arm='a/b': names a folder"),
-        (lambda: RunConfig(seed=-1), r"run\.seed=-1"),
+        (lambda: RunConfig(seed=-1), r"seed=-1"),
         (lambda: RunConfig(data=DataConfig(source="recall")), r"data\.recall\.block_size=16: must equal .*=128"),
     ],
 )

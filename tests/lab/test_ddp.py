@@ -27,20 +27,24 @@ from msa_lab.train import train
 if __name__ == "__main__":
     for changes in {changes!r}:
         train(tiny_run(Path({corpus!r}), **changes), root={root!r}, cache={cache!r}, progress=False,
-              wandb="disabled", devices=2)
+              wandb={wandb!r}, devices=2)
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds the runs of all cases, trained by two processes."""
-    folder = tmp_path_factory.mktemp("ddp")
+    return fit_on_two(tmp_path_factory.mktemp("ddp"), list(CHANGES.values()))
+
+
+def fit_on_two(folder: Path, changes: list[dict], wandb: str = "disabled") -> Path:
     text = SCRIPT.format(
         tests=str(Path(__file__).parent),
         corpus=str(write_corpus(folder / "corpus")),
-        changes=list(CHANGES.values()),
+        changes=changes,
         root=str(folder / "two"),
         cache=str(folder / "cache"),
+        wandb=wandb,
     )
     script = folder / "two.py"
     script.write_text(text)
@@ -69,3 +73,10 @@ def test_two_processes_leave_one_folder_a_run(folder: Path) -> None:
     for name in ("result.json", "last.ckpt", "model.safetensors"):
         assert len(list((folder / "two").rglob(name))) == len(CHANGES)
     assert not list(folder.rglob("*.partial"))
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_run_for_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    folder = fit_on_two(tmp_path, [CHANGES["msa"]], wandb="offline")
+    assert len(list(folder.rglob("offline-run-*"))) == 1

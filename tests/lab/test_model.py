@@ -1,5 +1,6 @@
 """The model: what reaches what, what equals what, and that every size in the config is real."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -103,6 +104,23 @@ def test_a_later_token_changes_no_earlier_output() -> None:
         changed[0, 37] = (changed[0, 37] + 1) % 257
         assert torch.equal(model(x).logits[:, :37], model(changed).logits[:, :37]), kind
         assert not torch.equal(model(x).logits[:, 37:], model(changed).logits[:, 37:]), kind
+
+
+@pytest.mark.parametrize("leak", [0, 1])
+def test_random_tokens_are_never_predicted_unless_the_answer_is_given_away(leak: int) -> None:
+    torch.manual_seed(0)
+    model = Transformer(replace(MODEL, num_layers=1, vocab_size=16))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(60):
+        fresh = torch.randint(16, (8, 65))
+        output = model(fresh[:, leak : 64 + leak], with_kl=True)
+        loss = F.cross_entropy(output.logits.flatten(0, 1), fresh[:, 1:].flatten())
+        optimizer.zero_grad()
+        (loss + output.kl.mean(1).sum()).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    best = sum(losses[-20:]) / 20
+    assert best < 0.5 * math.log(16) if leak else best > math.log(16) - 0.01
 
 
 def test_activation_checkpointing_changes_no_gradient() -> None:

@@ -249,7 +249,7 @@ def test_a_study_file_is_loaded(tmp_path):
         ("def runs():\n    return 7\n", ": runs() must return a list of RunConfig with at least one, not int"),
         ("def runs():\n    return []\n", r": runs() must return a list of RunConfig with at least one, not []"),
         (GOOD.replace("'b'", "'a'"), ": 2 runs share the folder scratch/a-"),
-        (GOOD.replace("arm='b'", "arm='b', seed=-1"), ":3: run.seed=-1: must be at least 0; try 0"),
+        (GOOD.replace("arm='b'", "arm='b', seed=-1"), ":3: seed=-1: must be at least 0; try 0"),
     ],
 )
 def test_a_study_file_that_cannot_be_used_is_named_in_one_line(tmp_path, text, complaint):

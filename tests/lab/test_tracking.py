@@ -52,6 +52,16 @@ def test_a_torn_last_line_is_left_out_and_removed(torn: str, tmp_path: Path) -> 
     assert Run(tmp_path).metrics.value.tolist() == [1.0, 2.0]
 
 
+def test_a_resumed_run_keeps_its_identity_and_another_one_gets_its_own(tmp_path: Path) -> None:
+    config = tiny_run(write_corpus(tmp_path / "corpus"))
+    options = {"cache": tmp_path / "cache", "progress": False, "wandb": "disabled"}
+    runs = [train(config, root=tmp_path / name, **options) for name in ("first", "second")]
+    identities = [run.environment["wandb_id"] for run in runs]
+    assert identities[0] != identities[1]
+    (runs[0].path / "result.json").unlink()
+    assert train(config, root=tmp_path / "first", **options).environment["wandb_id"] == identities[0]
+
+
 @pytest.mark.slow
 def test_wandb_offline_mirrors_every_step_under_one_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

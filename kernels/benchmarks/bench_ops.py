@@ -2,15 +2,18 @@
 
 Each time is the median of `--repeats` after `--warmup` calls (which pay for compilation): CUDA events on a GPU, the
 wall clock on a CPU. "+ bwd" is forward and backward together. Inputs are random, the worst case for a selection:
-neighbouring queries agree on few blocks. Nothing is asserted. Example, the shape of a 30M-parameter model:
+neighbouring queries agree on few blocks. Nothing is asserted. Example, the shape of a 30M-parameter model, and then
+what its KL spends its time on:
 
     python kernels/benchmarks/bench_ops.py --sequence 4096 --batch 8 --heads 8 --kv-heads 2 --proxies 4 --dim 64 \\
-        --top-k-blocks 4 --json ops.json
+        --top-k-blocks 4 --deterministic --json ops.json
+    python kernels/benchmarks/bench_ops.py --batch 8 --deterministic --only proxy_kl dense_proxy_kl --profile
 """
 
 import argparse
 import datetime
 import json
+import os
 import platform
 import statistics
 import sys
@@ -22,6 +25,9 @@ import torch
 from msa_kernels import dense_attention, dense_proxy_kl, proxy_kl, select_blocks, select_path, sparse_attention
 from msa_kernels.dispatch import PATHS
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+KERNELS_SHOWN = 12
 
 
 def arguments() -> argparse.Namespace:
@@ -39,8 +45,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--warmup", type=int, default=3, metavar="N", help="calls before (default: 3)")
     parser.add_argument("--repeats", type=int, default=10, metavar="N", help="calls measured (default: 10)")
-    parser.add_argument("--deterministic", action="store_true", help="measure under use_deterministic_algorithms")
+    parser.add_argument("--deterministic", action="store_true", help="measure as training runs: repeatable bit for bit")
     parser.add_argument("--only", nargs="+", metavar="OP", help="operations by name, such as sparse_attention")
+    parser.add_argument(
+        "--profile", action="store_true", help="also say whether device or host binds, and the longest kernels"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements here")
     return parser.parse_args()
 
@@ -122,13 +131,47 @@ def measure(call: Callable[[], object], device: str, warmup: int, repeats: int) 
     return found
 
 
+def show_profile(call: Callable[[], object], device: str) -> None:
+    """Print one warmed-up call's time on the device, its time until the host is done, and the longest kernels."""
+    cuda = torch.device(device).type == "cuda"
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    wait()
+    began = time.perf_counter()
+    call()
+    host = (time.perf_counter() - began) * 1e3
+    wait()
+    total = (time.perf_counter() - began) * 1e3
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
+        call()
+        wait()
+    spent = [
+        ((event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3, event.count, event.key)
+        for event in profiler.key_averages()
+        if event.device_type.name == ("CUDA" if cuda else "CPU")
+    ]
+    busy, launched = sum(row[0] for row in spent), sum(row[1] for row in spent)
+    print(f"{'':10}device busy {busy:.3f} ms in {launched} pieces; host {host:.3f} ms; both {total:.3f} ms", flush=True)
+    for milliseconds, count, name in sorted(spent, reverse=True)[:KERNELS_SHOWN]:
+        print(f"{'':10}{milliseconds:10.3f} ms {count:6d} x  {name[:100]}", flush=True)
+
+
+def make_deterministic() -> None:
+    """As training does: everything that repeats bit for bit, and no filling of memory that is about to be written."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    import torch._inductor.config as inductor
+
+    inductor.deterministic = True
+
+
 def main() -> None:
     options = arguments()
     cuda = torch.device(options.device).type == "cuda"
     dtype = getattr(torch, options.dtype or ("bfloat16" if cuda else "float32"))
     try:
         if options.deterministic:
-            torch.use_deterministic_algorithms(True)
+            make_deterministic()
         path, reason = select_path(
             device_type=torch.device(options.device).type,
             dtype=dtype,
@@ -144,13 +187,20 @@ def main() -> None:
         )
         rows = []
         for sequence in options.sequence:
-            for name, call in operations(options, sequence, dtype).items():
+            calls = operations(options, sequence, dtype)
+            known = sorted({name.split()[0] for name in calls})
+            unknown = sorted(set(options.only or ()) - set(known))
+            if unknown:
+                raise ValueError(f"--only {' '.join(unknown)}: no such operation; there are {', '.join(known)}")
+            for name, call in calls.items():
                 if options.only and name.split()[0] not in options.only:
                     continue
                 found = measure(call, options.device, options.warmup, options.repeats)
                 rows.append({"sequence": sequence, "operation": name, **found})
                 times = "".join(f"{found[key]:10.3f}" for key in ("median_ms", "least_ms", "most_ms"))
                 print(f"{sequence:8d}  {name:24}{times}{found.get('peak_mib', float('nan')):10.0f}", flush=True)
+                if options.profile:
+                    show_profile(call, options.device)
     except ValueError as error:
         sys.exit(f"bench_ops.py: {error}")
     if options.json:

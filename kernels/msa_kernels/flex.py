@@ -3,8 +3,8 @@
 The selection becomes a bit set per query, which FlexAttention's mask reads, and a list of the 128 x 128 tiles that
 hold any selected token, outside which nothing is computed. The proxies' scores and the KL are matrix products over
 chunks of queries, followed by one fused pass over the scores; the KL takes its softmaxes' log-sum-exps from attention.
-The scores of a chunk take at most a fixed share of the device's memory, whatever the length: short sequences fit into
-one chunk, long ones never hold their square.
+A branch's scores of a chunk take at most a fixed share of the device's memory, whatever the length: short sequences
+may fit into one chunk, long ones never hold their square.
 
 Everything is repeatable bit for bit: sums run in a fixed order, without atomics. Shapes are compiled as constants, so
 a new batch size or length compiles once more. On a CPU the functions run uncompiled, and FlexAttention has no backward
@@ -32,7 +32,7 @@ TILE = 128
 CHUNK_SCORES = 2**26
 """The most scores of all heads held at one time (256 MiB in fp32), if the device has no room for more."""
 CHUNK_SHARE = 1 / 128
-"""Share of a GPU's memory that the scores of one chunk may take: few large chunks, because each costs the host time."""
+"""Share of a GPU's memory that a branch's scores of one chunk may take: few chunks, because each costs host time."""
 KEY_LENGTHS = 8
 """Causal chunks look at so many different numbers of keys, each compiled: 9/16 of the square, where 1/2 is visible."""
 LSE_VALUES = 16
@@ -274,7 +274,9 @@ def _attend(
     mask: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     lengths = q.shape[1], k.shape[1]
-    keys, queries = _listed(tiles), _listed(tiles.transpose(-1, -2))
+    keys = _listed(tiles)
+    # Only the backward pass goes by the tiles of each key.
+    queries = _listed(tiles.transpose(-1, -2)) if torch.is_grad_enabled() else (None, None)
     block_mask = BlockMask(lengths, *keys, None, None, *queries, None, None, (TILE, TILE), mask)
     out, aux = flex_attention(
         q.transpose(1, 2),
@@ -331,8 +333,8 @@ def _chunks(first: int, last: int, sequence: int, heads: int, most: int) -> Iter
     `most` bounds the scores of one range, heads * queries * keys.
     """
     step = -(-sequence // (KEY_LENGTHS * TILE)) * TILE if sequence > 16 * TILE else sequence
-    size = max(1, min(step, most // (heads * sequence)))
-    size = size // TILE * TILE or size
+    size = max(1, most // (heads * sequence))
+    size = min(step, size // TILE * TILE or size)
     for start in range(first, last, size):
         stop = min(start + size, last)
         yield start, stop, min(sequence, -(-stop // step) * step)
@@ -350,7 +352,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 def _by_group(x: Tensor, groups: int) -> Tensor:
     """(batch, sequence, heads, dim) to (batch * groups, heads / groups * sequence, dim)."""
     batch, _, _, dim = x.shape
-    return x.transpose(1, 2).reshape(batch * groups, -1, dim)
+    return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).reshape(batch * groups, -1, dim)
 
 
 def _scores(q: Tensor, keys: Float[Tensor, "batch*groups key dim"]) -> Float[Tensor, "batch head query key"]:
@@ -457,8 +459,10 @@ def _kl(
 ) -> Tensor:
     start = _starts(q.shape[0], q.shape[1], cu_seqlens, q.device)
     with_grad = torch.is_grad_enabled() and (q_proxy.requires_grad or k_proxy.requires_grad)
-    teacher = q.detach(), k.detach(), lse.detach()
-    return torch.ops.msa_kernels.flex_proxy_kl(q_proxy, k_proxy, *teacher, blocks, start, block_size, with_grad)[0]
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        student_lse = _student_lse(q_proxy.detach(), k_proxy.detach(), blocks, start, block_size)
+    inputs = q_proxy, k_proxy, q.detach(), k.detach(), lse.detach(), student_lse
+    return torch.ops.msa_kernels.flex_proxy_kl(*inputs, blocks, start, block_size, with_grad)[0]
 
 
 def _student_lse(
@@ -542,6 +546,7 @@ def _proxy_kl(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
+    student_lse: Tensor,
     blocks: Tensor | None,
     start: Tensor | None,
     block_size: int,
@@ -553,7 +558,6 @@ def _proxy_kl(
         batch, sequence, num_proxies, dim = q_proxy.shape
         wide = torch.promote_types(q_proxy.dtype, torch.float32)
         bits = None if blocks is None else _compiled(_bit_set)(blocks, num_blocks(sequence, block_size))
-        student_lse = _student_lse(q_proxy, k_proxy, blocks, start, block_size)
         count = (student_lse != -torch.inf).sum((0, 1)).clamp(min=1)
         scale = (dim**-0.5 / GRADIENT_SCALE / count.to(wide))[:, None]
         keys, proxy_keys = _by_group(k, k.shape[2]), _by_group(k_proxy, k_proxy.shape[2])
@@ -593,6 +597,7 @@ def _(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
+    student_lse: Tensor,
     blocks: Tensor | None,
     start: Tensor | None,
     block_size: int,
@@ -611,6 +616,7 @@ def _kl_flops(
     q: torch.Size,
     k: torch.Size,
     lse: torch.Size,
+    student_lse: torch.Size,
     blocks: torch.Size | None,
     start: torch.Size | None,
     block_size: int,
@@ -631,10 +637,10 @@ def _keep_gradients(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -
 
 def _scale_gradients(ctx, upstream: Tensor | None, *_: Tensor | None) -> tuple:
     if upstream is None:
-        return (None,) * 9
+        return (None,) * 10
     dq, dk = (gradient * upstream[:, None] for gradient in ctx.saved_tensors)
     dk = dk.unflatten(2, (ctx.kv_heads, -1)).sum(3)
-    return dq.to(ctx.dtype), dk.to(ctx.dtype), *(None,) * 7
+    return dq.to(ctx.dtype), dk.to(ctx.dtype), *(None,) * 8
 
 
 _proxy_kl.register_autograd(_scale_gradients, setup_context=_keep_gradients)
@@ -682,5 +688,7 @@ def _compile(function: Callable) -> Callable:
         "realize_reads_threshold": 1000,
         "realize_opcount_threshold": 100_000,
         "realize_acc_reads_threshold": 1000,
+        # Short reductions written out term by term would then repeat themselves within one another.
+        "unroll_reductions_threshold": 1,
     }
     return torch.compile(function, fullgraph=True, dynamic=False, options=inline)

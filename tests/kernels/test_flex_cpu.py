@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from msa_kernels import flex, reference
+from msa_kernels import selection as selections
 from msa_kernels.selection import Selection
 from torch.nn.attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode
@@ -127,7 +128,8 @@ def test_chunks_of_different_key_lengths_add_up(monkeypatch):
     _, lse = reference.sparse_attention(q, k, v, selection)
     expected = reference.proxy_kl(*proxy_branch, q, k, lse, selection)
     monkeypatch.setattr(flex, "CHUNK_SCORES", 2 * 2100 * 300)
-    assert len({keys for _, _, keys in flex._chunks(0, 2100, 2100, 2, flex.CHUNK_SCORES)}) == flex.KEY_LENGTHS
+    lengths = {keys for _, _, keys in flex._chunks(0, 2100, 2100, 2, flex.CHUNK_SCORES)}
+    assert flex.KEY_LENGTHS / 2 < len(lengths) <= flex.KEY_LENGTHS
     assert torch.equal(flex.select_blocks(*proxy_branch, top_k_blocks=3).blocks, selection.blocks)
     some = flex.block_scores(*proxy_branch, queries=(700, 1500))
     assert_same(some, reference.block_scores(*proxy_branch, queries=(700, 1500)))
@@ -137,6 +139,37 @@ def test_chunks_of_different_key_lengths_add_up(monkeypatch):
         torch.autograd.grad(actual.sum(), proxy_branch), torch.autograd.grad(expected.sum(), proxy_branch), strict=True
     ):
         assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(("sequence", "heads"), [(4096, 64), (32768, 8), (5000, 6)])
+def test_chunks_cover_every_visible_score_once_and_little_else(sequence, heads):
+    most = 2**28
+    chunks = list(flex._chunks(0, sequence, sequence, heads, most))
+    assert [begin for begin, _, _ in chunks] == [0] + [end for _, end, _ in chunks[:-1]]
+    assert chunks[-1][1] == sequence
+    assert all(end <= keys <= sequence and heads * (end - begin) * keys <= most for begin, end, keys in chunks)
+    assert sum((end - begin) * keys for begin, end, keys in chunks) <= 0.58 * sequence**2
+    assert len({keys for _, _, keys in chunks}) <= flex.KEY_LENGTHS
+
+
+@pytest.mark.parametrize("rule", [(1, 1, 0), (4, 1, 0), (5, 2, 1), (3, 0, 0), (8, 1, 2)])
+def test_blocks_chosen_by_rounds_and_by_sorting_are_the_same(rule, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    for sequence, block_size, documents in ((40, 4, None), (40, 16, None), (60, 4, (0, 7, 7, 40, 60, 120))):
+        count = -(-sequence // block_size)
+        # Few values, so that many tie.
+        scores = torch.randint(-2, 3, (2, 3, sequence, count), generator=generator).float()
+        odd = torch.rand(scores.shape, generator=generator)
+        scores = scores.masked_fill(odd < 0.2, -torch.inf).masked_fill(odd > 0.9, torch.nan)
+        scores = scores.masked_fill((odd > 0.8) & (odd < 0.85), torch.inf)
+        options = dict(zip(("top_k_blocks", "num_local_blocks", "num_sink_blocks"), rule, strict=True))
+        options |= {"block_size": block_size, "sequence": sequence}
+        if documents is not None:
+            options["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
+        monkeypatch.setattr(selections, "MOST_ROUNDS", 8)
+        rounds = selections.select_from_scores(scores, **options).blocks
+        monkeypatch.setattr(selections, "MOST_ROUNDS", 0)
+        assert torch.equal(rounds, selections.select_from_scores(scores, **options).blocks)
 
 
 def test_a_row_without_any_block_gives_zero_and_counts_in_no_mean():
@@ -176,13 +209,13 @@ def test_kl_reaches_the_proxies_only_and_computes_no_gradient_that_nobody_needs(
     assert all(tensor.grad.any() for tensor in proxy_branch)
 
     asked = []
-    divergence = flex._divergence
-    monkeypatch.setattr(flex, "_divergence", lambda *args: asked.append(args[-1]) or divergence(*args))
+    chunk = flex._kl_chunk
+    monkeypatch.setattr(flex, "_kl_chunk", lambda *args: asked.append(args[-1] is not None) or chunk(*args))
     flex.proxy_kl(*(tensor.detach() for tensor in proxy_branch), q, k, lse, selection)
     with torch.no_grad():
         flex.proxy_kl(*proxy_branch, q, k, lse, selection)
     flex.proxy_kl(*proxy_branch, q, k, lse, selection)
-    assert asked == [None, None, torch.float64]
+    assert asked == [False, False, True]
 
 
 def test_a_nan_is_not_hidden():
@@ -202,8 +235,10 @@ def test_flops_are_those_of_the_matrix_products():
     scores = 2 * 300 * 300 // 2
     assert counter.get_total_flops() == 2 * scores * 2 * 8
     _, lse = reference.sparse_attention(q, k, v, selection)
+    student_lse = flex._student_lse(*proxy_branch, selection.blocks, None, 16)
+    inputs = *proxy_branch, q, k, lse, student_lse, selection.blocks, None, 16
     with FlopCounterMode(display=False) as counter:
-        flex.proxy_kl(*proxy_branch, q, k, lse, selection)
+        torch.ops.msa_kernels.flex_proxy_kl(*inputs, True)
     assert counter.get_total_flops() == 2 * scores * (4 * 16 + 3 * 2 * 8)
 
 

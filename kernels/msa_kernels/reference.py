@@ -182,14 +182,19 @@ def _attention(
     batch, sequence, heads, _ = q.shape
     grid = layout(batch, sequence, selection.block_size if selection else 1, cu_seqlens, q.device)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *support: Tensor) -> tuple[Tensor, Tensor]:
-        scores = _pick(_scores(q, k), Support(*support))
+    def attend(q: Tensor, k: Tensor, v: Tensor, start: int, stop: int, low: int) -> tuple[Tensor, ...]:
+        # Made here, not by the caller: a recomputed chunk then keeps no token indices for the backward pass.
+        support = _support(grid, cu_seqlens, selection, start, stop, low)
+        scores = _pick(_scores(q, k), support)
         weights = scores.softmax(-1)
         with torch.no_grad():  # the largest weight is exp(max - lse)
             lse = scores.amax(-1) - weights.amax(-1).log()
-        spread = _spread(weights, Support(*support), k.shape[2])
+        spread = _spread(weights, support, k.shape[2])
         out = (spread.view(*k.shape[:2], -1, k.shape[2]) @ v).view(batch, heads, -1, v.shape[-1])
-        return out, lse
+        if selection is None:
+            return out, lse
+        empty = ~_per_head(support.visible.any(-1), heads)
+        return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
 
     with _full_precision(q):
         queries, keys, values = _by_head(q, k.shape[2]), _by_head(k), _by_head(v)
@@ -197,13 +202,8 @@ def _attention(
         run = _runner(batch * heads * sequence * sequence // 2)
         for start, stop in _chunks(0, sequence, batch * heads * sequence):
             low = _first_key(grid, cu_seqlens, start)
-            support = _support(grid, cu_seqlens, selection, start, stop, low)
             part = queries[:, :, :, start:stop], keys[:, :, low:stop], values[:, :, low:stop]
-            out, lse = run(attend, *part, *support)
-            if selection is not None:
-                empty = ~_per_head(support.visible.any(-1), heads)
-                out = out.masked_fill(empty[..., None], 0.0)
-                lse = lse.masked_fill(empty, -torch.inf)
+            out, lse = run(attend, *part, start, stop, low)
             outs.append(out)
             lses.append(lse)
         out, lse = torch.cat(outs, 2).transpose(1, 2), torch.cat(lses, 2).transpose(1, 2)
@@ -224,15 +224,20 @@ def _kl(
     grid = layout(batch, sequence, selection.block_size if selection else 1, cu_seqlens, q.device)
 
     def divergence(
-        q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, lse: Tensor, *support: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, lse: Tensor, start: int, stop: int, low: int
+    ) -> tuple[Tensor, ...]:
+        support = _support(grid, cu_seqlens, selection, start, stop, low)
+        counted = _per_head(support.visible.any(-1), num_proxies)
         with torch.no_grad():
-            probabilities = _pick(_scores(q, k), Support(*support)).sub_(lse[..., None]).exp_()
-            error = (probabilities.sum(-1) - 1).abs()
+            known = _per_head(counted, heads)
+            lse = lse.masked_fill(~known, 0.0)
+            probabilities = _pick(_scores(q, k), support).sub_(lse[..., None]).exp_()
+            error = ((probabilities.sum(-1) - 1).abs() * known).amax()
             teacher = probabilities.unflatten(1, (num_proxies, -1)).mean(2)
             negative_entropy = torch.special.xlogy(teacher, teacher).sum(-1)
-        log_student = _pick(_scores(q_proxy, k_proxy), Support(*support)).log_softmax(-1)
-        return negative_entropy - (teacher * log_student).sum(-1), error
+        log_student = _pick(_scores(q_proxy, k_proxy), support).log_softmax(-1)
+        rows = negative_entropy - (teacher * log_student).sum(-1)  # without a token, exactly zero
+        return rows.sum((0, 2)), counted.sum((0, 2)) * (batch // counted.shape[0]), error
 
     with torch.no_grad(), _full_precision(q):
         q, k = _by_head(q, k.shape[2]), _by_head(k)
@@ -244,15 +249,11 @@ def _kl(
         run = _runner(batch * num_proxies * sequence * sequence // 2)
         for start, stop in _chunks(0, sequence, batch * max(heads, num_proxies) * sequence):
             low = _first_key(grid, cu_seqlens, start)
-            support = _support(grid, cu_seqlens, selection, start, stop, low)
-            counted = _per_head(support.visible.any(-1), num_proxies)
-            counted_heads = _per_head(counted, heads)
             student = queries[:, :, :, start:stop], keys[:, :, low:stop]
-            teacher = q[:, :, :, start:stop], k[:, :, low:stop], lse[:, :, start:stop].masked_fill(~counted_heads, 0.0)
-            rows, error = run(divergence, *student, *teacher, *support)
-            total = total + rows.sum((0, 2))  # rows without a token are exactly zero
-            count = count + counted.sum((0, 2)) * (batch // counted.shape[0])
-            errors.append((error * counted_heads).amax())
+            teacher = q[:, :, :, start:stop], k[:, :, low:stop], lse[:, :, start:stop]
+            rows, counted, error = run(divergence, *student, *teacher, start, stop, low)
+            total, count = total + rows, count + counted
+            errors.append(error)
         _check_teacher(torch.stack(errors), half=q_proxy.dtype in checks.HALF)
         return total / count.clamp(min=1)
 
@@ -375,13 +376,13 @@ def _chunks(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, last)
 
 
-def _runner(scores: int) -> Callable[..., tuple[Tensor, Tensor]]:
+def _runner(scores: int) -> Callable[..., tuple[Tensor, ...]]:
     """How to run a chunk of an op with that many scores: plainly, or recomputed in the backward pass."""
 
-    def recomputed(function: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def recomputed(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | int) -> tuple[Tensor, ...]:
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
-    def plain(function: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def plain(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | int) -> tuple[Tensor, ...]:
         return function(*inputs)
 
     return recomputed if scores > KEPT_SCORES and torch.is_grad_enabled() else plain

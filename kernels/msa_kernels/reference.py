@@ -200,13 +200,13 @@ def _attention(
         queries, keys, values = _by_head(q, k.shape[2]), _by_head(k), _by_head(v)
         outs, lses = [], []
         run = _runner(batch * heads * sequence * sequence // 2)
-        for start, stop in _chunks(0, sequence, batch * heads * sequence):
+        for start, stop in _largest_first(0, sequence, batch * heads * sequence):
             low = _first_key(grid, cu_seqlens, start)
             part = queries[:, :, :, start:stop], keys[:, :, low:stop], values[:, :, low:stop]
             out, lse = run(attend, *part, start, stop, low)
             outs.append(out)
             lses.append(lse)
-        out, lse = torch.cat(outs, 2).transpose(1, 2), torch.cat(lses, 2).transpose(1, 2)
+        out, lse = (torch.cat(parts[::-1], 2).transpose(1, 2) for parts in (outs, lses))
     return out.to(q.dtype), lse
 
 
@@ -247,7 +247,7 @@ def _kl(
         total = count = queries.new_zeros(())
         errors = []
         run = _runner(batch * num_proxies * sequence * sequence // 2)
-        for start, stop in _chunks(0, sequence, batch * max(heads, num_proxies) * sequence):
+        for start, stop in _largest_first(0, sequence, batch * max(heads, num_proxies) * sequence):
             low = _first_key(grid, cu_seqlens, start)
             student = queries[:, :, :, start:stop], keys[:, :, low:stop]
             teacher = q[:, :, :, start:stop], k[:, :, low:stop], lse[:, :, start:stop]
@@ -374,6 +374,12 @@ def _chunks(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
     size = max(1, min(CHUNK_QUERIES, CHUNK_SCORES // width))
     for start in range(first, last, size):
         yield start, min(start + size, last)
+
+
+def _largest_first(first: int, last: int, width: int) -> list[tuple[int, int]]:
+    """The chunks from the last to the first: later ones then fit where earlier, larger ones were, and the heap of a
+    process does not grow with their number."""
+    return list(_chunks(first, last, width))[::-1]
 
 
 def _runner(scores: int) -> Callable[..., tuple[Tensor, ...]]:

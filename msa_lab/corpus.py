@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import gzip
+import importlib.util
 import io
 import json
 from collections import Counter
@@ -217,7 +218,5 @@ def _parquet(path: Path, column: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _require_pyarrow(path: Path) -> None:
-    try:
-        import pyarrow  # noqa: F401 (asked for, not used)
-    except ImportError:
-        raise ValueError(f"{path}: reading this needs pyarrow; pip install pyarrow") from None
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ValueError(f"{path}: reading this needs pyarrow; pip install pyarrow")

@@ -13,6 +13,7 @@ from msa_analysis import quality
 from msa_analysis.evidence import collect, over_seeds
 from msa_analysis.verdict import judge
 
+from msa_lab.config import RecallConfig
 from msa_lab.runs import arm_folder
 
 
@@ -156,3 +157,29 @@ def test_measures_over_seeds_use_the_seeds_spread(tmp_path: Path) -> None:
     half = 12.706204736 * values.std(ddof=1) / math.sqrt(2)
     assert (row["n"], row["over"]) == (2, "seeds")
     assert (row["low"], row["high"]) == pytest.approx((values.mean() - half, values.mean() + half))
+
+
+def test_recall_answers_must_beat_guessing_with_their_whole_interval(tmp_path: Path) -> None:
+    # 64 values to guess from: 1/64 is chance, and 3 right of 100 may well be luck.
+    def answers(right: float) -> dict:
+        return {"2": {"accuracy": right, "questions": 60}, "9": {"accuracy": right, "questions": 40}}
+
+    planted_task = {"source": "recall", "recall": RecallConfig(block_size=16)}
+    plain = {"bits_per_byte": None, "bigram_bits_per_byte": None}
+    for arm, right in (("lucky", 0.03), ("able", 0.5)):
+        made = folders.config(arm, "dense", data=planted_task)
+        folders.finished(tmp_path / arm, made, quality=2.0, accuracy_by_distance=answers(right), **plain)
+    lucky, able = judge(collect(tmp_path / "lucky")), judge(collect(tmp_path / "able"))
+    assert lucky.undertrained
+    assert "accuracy must beat guessing" in lucky.reasons[0]
+    assert "chance 0.016" in lucky.reasons[0]
+    assert not able.undertrained
+
+
+def test_runs_that_no_check_applies_to_are_not_trained_enough(tmp_path: Path) -> None:
+    plain = {"bits_per_byte": None, "bigram_bits_per_byte": None}
+    folders.finished(tmp_path, folders.config("dense", "dense"), quality=2.0, **plain)
+    verdict = judge(collect(tmp_path))
+    assert not verdict.checks
+    assert verdict.undertrained
+    assert "no check applies" in verdict.reasons[0]

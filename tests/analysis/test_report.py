@@ -186,7 +186,11 @@ def test_a_bigram_table_in_bits_never_stands_beside_losses_in_nats(tmp_path: Pat
 
 
 def test_figures_and_their_numbers_lie_in_a_folder(study: Path, tmp_path: Path) -> None:
+    stale = tmp_path / "figures" / "of-another-study.png"
+    stale.parent.mkdir()
+    stale.touch()
     written = write_figures(study / "runs", tmp_path / "figures")
+    assert not stale.exists()
     pictures = {path.stem for path in written if path.suffix == ".png"}
     tables = {path.stem for path in written if path.suffix == ".csv"}
     assert len(pictures) == 7

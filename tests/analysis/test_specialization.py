@@ -243,3 +243,15 @@ def test_q_values_are_corrected_over_layers() -> None:
     frame = specialization.summary(planted.log([planted.leaning(1), planted.uniform], layers=3))
     layers = frame[(frame["metric"] == "mutual_information") & frame["layer"].notna()]
     assert (layers["q_value"] >= layers["p_value"]).all()
+
+
+def test_a_log_that_begins_with_trained_proxies_has_no_excess_over_untrained_ones() -> None:
+    log = planted.log([planted.newest, planted.oldest], first=[planted.uniform] * 2, layers=1, steps=(240, 250, 260))
+    log.attrs["first_step"] = 240
+    whole = specialization.mutual_information(log)
+    assert np.isfinite(last(whole, "mutual_information_excess")["value"])
+    late = specialization.mutual_information(log.isel(step=slice(1, None)))
+    row = last(late, "mutual_information_excess")
+    assert np.isnan(row["value"])
+    assert row["reason"] == "the log does not begin with untrained proxies"
+    assert np.isfinite(last(late, "mutual_information")["value"])

@@ -5,14 +5,13 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from msa_lab.config import DataConfig, RecallConfig
 from msa_lab.corpus import hf_source, text_source
 from msa_lab.data import open_data
-
-pa = pytest.importorskip("pyarrow")
-import pyarrow.parquet as pq  # noqa: E402
 
 
 def config(path: Path | str, **changes) -> DataConfig:

@@ -100,8 +100,9 @@ def _fit(
     wandb: str,
     devices: int,
 ) -> None:
-    run.write_config(config)
     plain, first_process = to_dict(config), int(os.environ.get("LOCAL_RANK", "0")) == 0
+    if first_process:  # another's half-written file would be cleared away when this one takes the folder's lock
+        run.write_config(config)
     mirror = wandb_mirror(run, plain, wandb, environment["wandb_id"]) if first_process else None
     log = MetricsLog(run, mirror)
     learner = Learner(plain, environment["path"], data)

@@ -80,3 +80,16 @@ def test_two_processes_are_one_run_for_wandb(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("WANDB_MODE")
     folder = fit_on_two(tmp_path, [CHANGES["msa"]], wandb="offline")
     assert len(list(folder.rglob("offline-run-*"))) == 1
+
+
+def test_only_the_first_process_writes_into_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A half-written file of another process would be cleared away under its hands by the one that takes the lock.
+    def stop(*_: object) -> None:
+        raise RuntimeError("about to train")
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("msa_lab.train._trainer", stop)
+    config = tiny_run(write_corpus(tmp_path / "corpus"))
+    with pytest.raises(RuntimeError, match="about to train"):
+        train(config, root=tmp_path / "runs", cache=tmp_path / "cache", progress=False, wandb="disabled", devices=2)
+    assert not [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]

@@ -14,7 +14,7 @@ pass there: that is for tests, `msa_kernels.reference` is for work.
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,8 @@ CHUNK_SCORES = 2**26
 """The most scores of all heads held at one time (256 MiB in fp32), if the device has no room for more."""
 CHUNK_SHARE = 1 / 128
 """Share of a GPU's memory that a branch's scores of one chunk may take: few chunks, because each costs host time."""
-KEY_LENGTHS = 8
-"""Causal chunks look at so many different numbers of keys, each compiled: 9/16 of the square, where 1/2 is visible."""
+KEY_LENGTHS = 4
+"""Causal chunks look at so many different numbers of keys, each compiled: 5/8 of the square, where 1/2 is visible."""
 LSE_VALUES = 16
 """The narrowest values that FlexAttention takes, where only its log-sum-exp is wanted."""
 UNROLLED_WORDS = 8
@@ -159,8 +159,10 @@ def dense_proxy_kl(
 # The support: which keys a query may see.
 
 
-# FlexAttention's mask must read stored tensors: Inductor writes what it could fuse into the attention kernel's mask,
-# where the reductions behind a bit set do not compile. Operations that it cannot look into keep them apart.
+# FlexAttention must read stored tensors of the plain layout. Inductor writes what it could fuse into the attention
+# kernel's mask, where the reductions behind a bit set do not compile; and the kernel takes for granted that a list of
+# tiles lies contiguously, where Inductor chooses the stride of a dimension of size 1, one head say, as it likes: of a
+# batch, all rows but the first then read other memory. Operations that Inductor cannot look into prevent both.
 
 
 def _starts(batch: int, sequence: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor | None:
@@ -176,16 +178,6 @@ def _document_starts(cu_seqlens: Tensor, batch: int, sequence: int) -> Tensor:
 @_document_starts.register_fake
 def _(cu_seqlens: Tensor, batch: int, sequence: int) -> Tensor:
     return cu_seqlens.new_empty(batch, sequence, dtype=torch.int32)
-
-
-@torch.library.custom_op("msa_kernels::flex_bit_set", mutates_args=())
-def _stored_bit_set(blocks: Tensor, count: int) -> Tensor:
-    return _compiled(_bit_set)(blocks, count)
-
-
-@_stored_bit_set.register_fake
-def _(blocks: Tensor, count: int) -> Tensor:
-    return blocks.new_empty(-(-count // 32), *blocks.shape[:3])
 
 
 def _bit_set(blocks: Int32[Tensor, "batch proxy query slot"], count: int) -> Int32[Tensor, "word batch proxy query"]:
@@ -226,29 +218,33 @@ def _sees(
 # Attention.
 
 
+class _Tiles(NamedTuple):
+    """The 128 x 128 tiles to compute: for each row of query tiles how many and which, ascending; then by key tiles."""
+
+    count: Int32[Tensor, "batch head query_tile"]
+    order: Int32[Tensor, "batch head query_tile key_tile"]
+    by_key_count: Int32[Tensor, "batch head key_tile"] | None
+    by_key_order: Int32[Tensor, "batch head key_tile query_tile"] | None
+
+
 def _sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, start: Tensor | None, block_size: int
 ) -> tuple[Tensor, Tensor]:
     group = q.shape[2] // blocks.shape[1]
-    bits = torch.ops.msa_kernels.flex_bit_set(blocks, num_blocks(q.shape[1], block_size))
+    bits, *tiles = torch.ops.msa_kernels.flex_selected(blocks, start, block_size, group, torch.is_grad_enabled())
 
     def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return _sees(bits, start, block_size, (batch, head // group, query), query, key)
 
-    tiles = _selected_tiles(blocks, start, block_size).repeat_interleave(group, 1)
-    return _attend(q, k, v, tiles, mask)
+    return _attend(q, k, v, _Tiles(*tiles), mask)
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
     def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return _sees(None, start, 1, (batch, head, query), query, key)
 
-    tile = torch.arange(-(-q.shape[1] // TILE), device=q.device)
-    tiles = (tile <= tile[:, None])[None, None]
-    if start is not None:
-        # Documents follow one another: the first query of a tile has the oldest document.
-        tiles = tiles & (tile >= (start[:, None, ::TILE, None] // TILE))
-    return _attend(q, k, v, tiles, mask)
+    tiles = torch.ops.msa_kernels.flex_causal_tiles(q.detach(), start, torch.is_grad_enabled())
+    return _attend(q, k, v, _Tiles(*tiles), mask)
 
 
 def _flash_serves(q: Tensor, v: Tensor, documents: Tensor | None) -> bool:
@@ -270,14 +266,13 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tiles: Bool[Tensor, "batch head query_tile key_tile"],
+    tiles: _Tiles,
     mask: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    lengths = q.shape[1], k.shape[1]
-    keys = _listed(tiles)
     # Only the backward pass goes by the tiles of each key.
-    queries = _listed(tiles.transpose(-1, -2)) if torch.is_grad_enabled() else (None, None)
-    block_mask = BlockMask(lengths, *keys, None, None, *queries, None, None, (TILE, TILE), mask)
+    by_key = tiles[2:] if torch.is_grad_enabled() else (None, None)
+    lengths = q.shape[1], k.shape[1]
+    block_mask = BlockMask(lengths, *tiles[:2], None, None, *by_key, None, None, (TILE, TILE), mask)
     out, aux = flex_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -291,10 +286,77 @@ def _attend(
     return out.transpose(1, 2), aux.lse.transpose(1, 2).detach()
 
 
-def _listed(tiles: Bool[Tensor, "*rows tile"]) -> tuple[Int32[Tensor, "*rows"], Int32[Tensor, "*rows tile"]]:
+@torch.library.custom_op("msa_kernels::flex_selected", mutates_args=())
+def _stored_selection(
+    blocks: Tensor, start: Tensor | None, block_size: int, group: int, by_key: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The selection as bit sets, and its tiles for each query head (the last two empty without `by_key`)."""
+    return _compiled(_bits_and_tiles)(blocks, start, block_size, group, by_key)
+
+
+@_stored_selection.register_fake
+def _(
+    blocks: Tensor, start: Tensor | None, block_size: int, group: int, by_key: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, proxies, sequence, _ = blocks.shape
+    words = -(-num_blocks(sequence, block_size) // 32)
+    bits = blocks.new_empty(words, batch, proxies, sequence)
+    return bits, *_unlisted(blocks, batch, proxies * group, sequence, by_key)
+
+
+def _bits_and_tiles(
+    blocks: Tensor, start: Tensor | None, block_size: int, group: int, by_key: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    bits = _bit_set(blocks, num_blocks(blocks.shape[2], block_size))
+    tiles = _selected_tiles(blocks, start, block_size).repeat_interleave(group, 1)
+    return bits, *_listed(tiles, by_key)
+
+
+@torch.library.custom_op("msa_kernels::flex_causal_tiles", mutates_args=())
+def _stored_causal_tiles(q: Tensor, start: Tensor | None, by_key: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tiles of full causal attention, the same for every head."""
+    return _compiled(_causal_tiles)(q, start, by_key)
+
+
+@_stored_causal_tiles.register_fake
+def _(q: Tensor, start: Tensor | None, by_key: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _unlisted(q, q.shape[0], 1, q.shape[1], by_key)
+
+
+def _causal_tiles(q: Tensor, start: Tensor | None, by_key: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, sequence = q.shape[:2]
+    tile = torch.arange(-(-sequence // TILE), device=q.device)
+    tiles = (tile <= tile[:, None]).expand(batch, 1, -1, -1)
+    if start is not None:
+        # Documents follow one another: the first query of a tile has the oldest document.
+        tiles = tiles & (tile >= (start[:, None, ::TILE, None] // TILE))
+    return _listed(tiles, by_key)
+
+
+def _listed(
+    tiles: Bool[Tensor, "batch head query_tile key_tile"], by_key: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tiles as `_Tiles` has them; the last two empty without `by_key`."""
+    if by_key:
+        return *_order(tiles), *_order(tiles.transpose(-1, -2))
+    return *_order(tiles), *(tiles.new_empty(0, dtype=torch.int32), tiles.new_empty(0, dtype=torch.int32))
+
+
+def _order(tiles: Bool[Tensor, "*rows tile"]) -> tuple[Int32[Tensor, "*rows"], Int32[Tensor, "*rows tile"]]:
     """How many tiles each row has, and their indices in ascending order, followed by the others'."""
     order = torch.argsort(tiles.int(), dim=-1, descending=True, stable=True)
     return tiles.sum(-1, dtype=torch.int32), order.to(torch.int32, memory_format=torch.contiguous_format)
+
+
+def _unlisted(
+    like: Tensor, batch: int, heads: int, sequence: int, by_key: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `_listed` returns, without its values."""
+    count = -(-sequence // TILE)
+    counts, orders = (batch, heads, count), (batch, heads, count, count)
+    a, b = (like.new_empty(shape, dtype=torch.int32) for shape in (counts, orders))
+    c, d = (like.new_empty(shape if by_key else (0,), dtype=torch.int32) for shape in (counts, orders))
+    return a, b, c, d
 
 
 def _selected_tiles(
@@ -677,6 +739,8 @@ def _signature(function: Callable, tensor: Tensor, *args: object) -> tuple:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled(tensor.device.type),
         torch.are_deterministic_algorithms_enabled(),
+        # Differs between a call from compiled code and one from eager code.
+        torch._C._dispatch_tls_local_exclude_set().raw_repr(),
     )
     return (function, tensor.device, *modes, *parts)
 

@@ -13,6 +13,7 @@ pass there: that is for tests, `msa_kernels.reference` is for work.
 
 import functools
 import math
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -41,8 +42,6 @@ UNROLLED_WORDS = 8
 """Bit sets up to so many words are read by selects, whose loads do not depend on the key; longer ones by an index."""
 GRADIENT_SCALE = 1024.0
 """Keeps student minus teacher, at most 1, clear of fp16's smallest numbers."""
-COMPILED_SHAPES = 256
-"""Dynamo gives up after 8 compilations of one function by default."""
 
 
 def block_scores(
@@ -717,42 +716,24 @@ def _compiled(function: Callable) -> Callable:
     def run(tensor: Tensor, *args: object) -> object:
         if torch.compiler.is_compiling() or not tensor.is_cuda:
             return function(tensor, *args)
-        known = _signature(function, tensor, *args)
-        if known in _SEEN:
-            return _compile(function)(tensor, *args)
-        # Only a new shape may need the higher limit; setting it at every call would cost more than the call.
-        _SEEN.add(known)
-        with torch._dynamo.config.patch(recompile_limit=COMPILED_SHAPES):
-            return _compile(function)(tensor, *args)
+        known = tuple((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in (tensor, *args))
+        return _compile(function, known)(tensor, *args)
 
     return run
 
 
-_SEEN: set[tuple] = set()
-
-
-def _signature(function: Callable, tensor: Tensor, *args: object) -> tuple:
-    """What the compiler looks at to decide whether it knows a call."""
-    parts = ((a.shape, a.stride(), a.dtype, a.requires_grad) if isinstance(a, Tensor) else a for a in (tensor, *args))
-    modes = (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(tensor.device.type),
-        torch.are_deterministic_algorithms_enabled(),
-        # Differs between a call from compiled code and one from eager code.
-        torch._C._dispatch_tls_local_exclude_set().raw_repr(),
-    )
-    return (function, tensor.device, *modes, *parts)
-
-
 @functools.cache
-def _compile(function: Callable) -> Callable:
-    # Compute again rather than write down what several results share: the scores are large, the arithmetic is cheap.
+def _compile(function: Callable, shapes: tuple) -> Callable:
+    # Dynamo gives up after eight compilations of one code object, and looks through all of them at every call: each
+    # shape has a code object of its own, with only its modes (grad, inference, inside compiled code) to tell apart.
+    code = function.__code__.replace(co_name=f"{function.__name__}_{_compile.cache_info().currsize}")
+    own = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     inline: dict[str, Any] = {
+        # Compute again rather than write down what several results share: scores are large, the arithmetic is cheap.
         "realize_reads_threshold": 1000,
         "realize_opcount_threshold": 100_000,
         "realize_acc_reads_threshold": 1000,
         # Short reductions written out term by term would then repeat themselves within one another.
         "unroll_reductions_threshold": 1,
     }
-    return torch.compile(function, fullgraph=True, dynamic=False, options=inline)
+    return torch.compile(own, fullgraph=True, dynamic=False, options=inline)

@@ -268,3 +268,25 @@ def test_a_model_compiles_into_one_graph_forward_and_backward():
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
     actual = torch.autograd.grad(compiled(x, offsets), parameters)
     torch.testing.assert_close(actual, expected)
+
+
+def test_many_shapes_compile_once_each_in_every_mode(monkeypatch):
+    # Dynamo's limit of compilations is for one code object; a call from compiled code has other dispatch keys.
+    compilations = []
+
+    def backend(graph, inputs):
+        compilations.append(inputs[0].shape)
+        return graph
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, options, **kept: compiler(function, backend=backend, **kept))
+    flex._compile.cache_clear()
+    modes = (torch.enable_grad, torch.no_grad, torch.inference_mode, torch._C._AutoDispatchBelowADInplaceOrView)
+    for _ in range(2):
+        for length in range(2, 14):
+            x = torch.rand(length, 3)
+            for mode in modes:
+                with mode():
+                    assert torch.equal(flex._compile(flex._order, (x.shape,))(x)[0], x.sum(-1, dtype=torch.int32))
+    flex._compile.cache_clear()
+    assert len(compilations) == 12 * len(modes)

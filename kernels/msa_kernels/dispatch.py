@@ -47,15 +47,16 @@ def select_path(
     obstacles = {
         "reference": None,
         "flex": _flex_obstacle(device_type, dtype, head_dim, proxy_dim, block_size),
-        "cute": "this version has no CuTe DSL kernels",
+        "cute": _cute_obstacle(device_type, dtype, head_dim, proxy_dim, block_size),
     }
     if wish is not None:
         if obstacles[wish]:
             possible = " or ".join(path for path in PATHS if not obstacles[path])
             raise ValueError(f"{source}={wish!r} cannot be used: {obstacles[wish]}; use {possible}")
-        return wish, f"asked for by {source}={wish}"
+        return wish, f"asked for by {source}={wish}" + ("; gradients and the KL by flex" if wish == "cute" else "")
     if obstacles["flex"] is None:
-        return "flex", f"the fastest path on {device_type}: {obstacles['cute']}"
+        # The kernels are young: they are used where they are asked for.
+        return "flex", f"the fastest path on {device_type}: {obstacles['cute'] or 'cute only when asked for'}"
     return "reference", f"the only path for these inputs: {obstacles['flex']}"
 
 
@@ -212,9 +213,25 @@ def _path(
     )
     if path == "reference":
         return reference
-    from msa_kernels import flex  # here, because importing FlexAttention costs every CPU user
+    # Here, because importing FlexAttention costs every CPU user.
+    if path == "cute":
+        from msa_kernels import cute
+
+        return cute
+    from msa_kernels import flex
 
     return flex
+
+
+def _cute_obstacle(
+    device_type: str, dtype: torch.dtype, head_dim: int | None, proxy_dim: int | None, block_size: int
+) -> str | None:
+    """Why the CuTe DSL kernels cannot compute this, or None."""
+    if device_type != "cuda":
+        return f"the CuTe DSL kernels are for CUDA devices of compute capability 9.0, not for {device_type}"
+    from msa_kernels.cute import obstacle
+
+    return obstacle(dtype, head_dim, proxy_dim, block_size)
 
 
 def _flex_obstacle(

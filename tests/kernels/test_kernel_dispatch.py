@@ -24,7 +24,7 @@ def test_the_default_path_and_its_reason():
     assert "not on cpu" in reason
     path, reason = select_path(**CUDA)
     assert path == "flex"
-    assert "no CuTe DSL kernels" in reason
+    assert "the CuTe DSL kernels need a CUDA device" in reason or "cute only when asked for" in reason
     path, reason = select_path(**CUDA | {"dtype": torch.float64})
     assert path == "reference"
     assert "float64" in reason
@@ -38,9 +38,8 @@ def test_a_wish_is_met_or_refused_never_replaced(monkeypatch):
     assert select_path(**CUDA, backend="flex")[0] == "flex"
     with pytest.raises(ValueError, match=r"backend='flex' cannot be used: FlexAttention .* not on cpu; use reference"):
         select_path(**CPU, backend="flex")
-    for device in (CPU, CUDA):
-        with pytest.raises(ValueError, match="backend='cute' cannot be used: this version has no CuTe DSL kernels"):
-            select_path(**device, backend="cute")
+    with pytest.raises(ValueError, match="backend='cute' cannot be used: .* compute capability 9.0, not for cpu"):
+        select_path(**CPU, backend="cute")
     with pytest.raises(ValueError, match="backend='triton' is no path; use one of reference, flex, cute"):
         select_path(**CPU, backend="triton")
     monkeypatch.setenv("MSA_KERNELS", "reference")
@@ -51,6 +50,27 @@ def test_a_wish_is_met_or_refused_never_replaced(monkeypatch):
         select_path(**CPU)
     monkeypatch.setenv("MSA_KERNELS", "")
     assert select_path(**CPU)[0] == "reference"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.float32}, "compute bfloat16 and float16, not float32"),
+        ({"head_dim": 80}, "need head_dim of 64 or 128, not 80"),
+        ({"proxy_dim": 32}, "need proxy_dim of 64 or 128, not 32"),
+        ({"block_size": 32}, "need block_size of 64 or 128, not 32"),
+    ],
+)
+def test_what_the_hopper_kernels_leave_out_is_refused(change, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    path, why = select_path(**CUDA, backend="cute")
+    assert (path, why) == ("cute", "asked for by backend=cute; gradients and the KL by flex")
+    with pytest.raises(ValueError, match=reason):
+        select_path(**CUDA | change, backend="cute")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    with pytest.raises(ValueError, match=r"for compute capability 9\.0, not 8\.0"):
+        select_path(**CUDA, backend="cute")
 
 
 def test_every_op_takes_the_wish(monkeypatch):

@@ -1,0 +1,502 @@
+"""Attention to the selected blocks before the query's own: one partial result per query, head and block.
+
+Blocks are outermost. A task is a key block and up to 512 of the queries that chose it (`index.py`): its keys and values
+are loaded once, its queries gathered, `group` heads each, into tiles of 64 rows. These blocks are whole and lie before
+their queries, so that nothing is masked, and a softmax over one block needs no running maximum. A partial result is
+normalised and rounded; with its log-sum-exp `merge.py` weighs it against the others.
+
+Three warps load: two gather queries, one fetches keys and values of the next task, which it draws from a counter. Two
+warpgroups compute, each the tiles of one parity, so that a buffer of queries always has the same reader.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from jaxtyping import Float
+from jaxtyping import Float32 as Scalars
+from jaxtyping import Int32 as Ids
+from torch import Tensor
+
+from msa_kernels.cute import hopper
+from msa_kernels.cute.compile import load
+from msa_kernels.cute.index import Index
+
+QUERY_STAGES = 4
+KEY_STAGES = 2
+SLOT_BITS = 5
+"""Of an edge: query x 32 + slot."""
+
+
+class Partial(NamedTuple):
+    """Results of single blocks, of a window of queries: line ((query * units + unit) * slots + slot) * group + head."""
+
+    out: Float[Tensor, "line dim"] | None
+    """Normalised, its columns in the order of `Attend.store`; None without values."""
+    lse: Scalars[Tensor, "line"]
+    """To the base 2. Slots that hold no earlier block are not written."""
+
+
+def room(q: Float[Tensor, "token head dim"], tokens: int, slots: int, *, with_values: bool = True) -> Partial:
+    """Memory for the results of so many queries, written anew for each window."""
+    lines = tokens * q.shape[1] * slots
+    out = q.new_empty(lines, q.shape[2]) if with_values else None
+    return Partial(out, torch.empty(lines, dtype=torch.float32, device=q.device))
+
+
+def attend(
+    q: Float[Tensor, "token head dim"],
+    k: Float[Tensor, "token kv_head dim"],
+    v: Float[Tensor, "token kv_head dim"] | None,
+    index: Index,
+    starts: Ids[Tensor, "global_block"],
+    partial: Partial,
+    window: int,
+    begin: int,
+    *,
+    num_selections: int,
+    slots: int,
+    block_size: int,
+) -> None:
+    """Write the results of the window that begins with token `begin`; without `v` the log-sum-exps alone.
+
+    `index` is that of `index.build`, whose tasks of this window it draws: `merge.merge` must follow, which makes them
+    ready again.
+    """
+    kernel = Attend(
+        str(q.dtype).removeprefix("torch."),
+        q.shape[2],
+        block_size,
+        q.shape[1],
+        k.shape[1],
+        num_selections,
+        v is not None,
+    )
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    edges, tasks, task_ptr, claims = index
+    load(kernel)(
+        q, k, v, edges, tasks, task_ptr, claims, starts, partial.out, partial.lse, window, begin, slots, processors
+    )
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Static facts: what a variant is compiled for. `with_values=False` gives only the log-sum-exps."""
+
+    dtype: str
+    dim: int
+    block_size: int
+    num_heads: int
+    num_kv_heads: int
+    num_selections: int
+    with_values: bool = True
+
+    @property
+    def units(self) -> int:
+        """Sets of heads that share both selection and keys."""
+        return max(self.num_selections, self.num_kv_heads)
+
+    @property
+    def group(self) -> int:
+        """Heads of a unit."""
+        return self.num_heads // self.units
+
+    @property
+    def queries(self) -> int:
+        """Of a tile."""
+        return hopper.ROWS // self.group
+
+    def fakes(self) -> tuple:
+        """q, k, v, edges, tasks, task_ptr, claims, starts, partial, lse, window, begin, slots, thread blocks."""
+        dtype, tokens = hopper.DTYPES[self.dtype], cute.sym_int()
+        keys = hopper.fake(dtype, (tokens, self.num_kv_heads, self.dim))
+        return (
+            hopper.fake(dtype, (tokens, self.num_heads, self.dim)),
+            keys,
+            keys if self.with_values else None,
+            hopper.fake(Int32, (cute.sym_int(),)),
+            hopper.fake(Int32, (cute.sym_int(), 4)),
+            hopper.fake(Int32, (cute.sym_int(),)),
+            hopper.fake(Int32, (cute.sym_int(),)),
+            hopper.fake(Int32, (cute.sym_int(),)),
+            hopper.fake(dtype, (cute.sym_int64(), self.dim)) if self.with_values else None,
+            hopper.fake(Float32, (cute.sym_int64(),)),
+            Int32(0),
+            Int32(0),
+            Int32(0),
+            Int32(0),
+            hopper.fake_stream(),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor | None,
+        edges: cute.Tensor,
+        tasks: cute.Tensor,
+        task_ptr: cute.Tensor,
+        claims: cute.Tensor,
+        starts: cute.Tensor,
+        partial: cute.Tensor | None,
+        lse: cute.Tensor,
+        window: Int32,
+        begin: Int32,
+        slots: Int32,
+        blocks: Int32,
+        stream: CUstream,
+    ):
+        dtype = hopper.DTYPES[self.dtype]
+        layout_q = hopper.operand_layout(dtype, hopper.ROWS, self.dim, QUERY_STAGES)
+        layout_k = hopper.operand_layout(dtype, self.block_size, self.dim, KEY_STAGES)
+        box = cute.make_layout((self.group, 64), stride=(64, 1))
+        rows = cute.make_layout((q.shape[0] * self.num_heads, self.dim), stride=(self.dim, 1))
+        load_q, t_q = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(),
+            cute.make_tensor(q.iterator, rows),
+            cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box),
+            (self.group, 64),
+        )
+        load_k, t_k = hopper.block_loads(k, layout_k, (self.block_size, self.dim))
+        load_v, t_v = None, None
+        if cutlass.const_expr(self.with_values):
+            load_v, t_v = hopper.block_loads(v, layout_k, (self.block_size, self.dim))
+        self.kernel(
+            (load_q, load_k, load_v),
+            (t_q, t_k, t_v),
+            (edges, tasks, task_ptr, claims, starts),
+            partial,
+            lse,
+            window,
+            begin,
+            slots,
+            hopper.product_of(dtype, self.block_size),
+            hopper.weighted_sum_of(dtype, self.dim),
+            layout_q,
+            layout_k,
+        ).launch(grid=(blocks, 1, 1), block=(3 * hopper.WARPGROUP, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(
+        self,
+        loads: tuple,
+        sources: tuple,
+        index: tuple,
+        partial: cute.Tensor | None,
+        lse: cute.Tensor,
+        window: Int32,
+        begin: Int32,
+        slots: Int32,
+        mma: cute.TiledMma,
+        mma_values: cute.TiledMma,
+        layout_q: cute.ComposedLayout,
+        layout_k: cute.ComposedLayout,
+    ):
+        dtype = hopper.DTYPES[self.dtype]
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        memory = cutlass.memory.SmemAllocator()
+        query_bars = memory.allocate_array(Int64, 2 * QUERY_STAGES)
+        key_bars = memory.allocate_array(Int64, 3 * KEY_STAGES)
+        info = memory.allocate_array(Int32, 4 * KEY_STAGES)
+        s_q = memory.allocate_tensor(dtype, layout_q.outer, byte_alignment=1024, swizzle=layout_q.inner)
+        s_k = memory.allocate_tensor(dtype, layout_k.outer, byte_alignment=1024, swizzle=layout_k.inner)
+        s_v = s_k
+        if cutlass.const_expr(self.with_values):
+            s_v = memory.allocate_tensor(dtype, layout_k.outer, byte_alignment=1024, swizzle=layout_k.inner)
+        # Queries: full and empty; keys: full, empty, and the task known.
+        if thread == 0:
+            for i in cutlass.range_constexpr(QUERY_STAGES):
+                cute.arch.mbarrier_init(query_bars + i, 2)
+                cute.arch.mbarrier_init(query_bars + QUERY_STAGES + i, hopper.WARPGROUP // 32)
+            for i in cutlass.range_constexpr(KEY_STAGES):
+                cute.arch.mbarrier_init(key_bars + i, 1)
+                cute.arch.mbarrier_init(key_bars + KEY_STAGES + i, 2 * hopper.WARPGROUP // 32 + 2)
+                cute.arch.mbarrier_init(key_bars + 2 * KEY_STAGES + i, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp >= 8:
+            cute.arch.setmaxregister_decrease(hopper.PRODUCER_REGISTERS)
+            if warp == 10:
+                self.draw(loads, sources, index, s_k, s_v, key_bars, info, window)
+            elif warp < 10:
+                self.gather(loads[0], sources[0], index[0], s_q, query_bars, key_bars, info, warp - 8)
+        else:
+            cute.arch.setmaxregister_increase(hopper.CONSUMER_REGISTERS)
+            self.compute(
+                index[0], partial, lse, begin, slots, mma, mma_values, s_q, s_k, s_v, query_bars, key_bars, info, thread
+            )
+
+    @cute.jit
+    def draw(
+        self,
+        loads: tuple,
+        sources: tuple,
+        index: tuple,
+        s_k: cute.Tensor,
+        s_v: cute.Tensor,
+        bars: cute.Pointer,
+        info: cute.Pointer,
+        window: Int32,
+    ):
+        """One warp: draw tasks until none is left; announce each, and load its keys and values."""
+        _, tasks, task_ptr, claims, starts = index
+        lane = cute.arch.lane_idx()
+        first = task_ptr[window]
+        sharing = self.units // self.num_selections
+        total = (task_ptr[window + 1] - first) * sharing
+        shape = (self.block_size, self.dim)
+        size = self.block_size * self.dim * 2 * (2 if self.with_values else 1)
+        n, more = Int32(0), Int32(1)
+        while more > 0:
+            stage, phase = hopper.place(n, KEY_STAGES)
+            cute.arch.mbarrier_wait(bars + KEY_STAGES + stage, phase ^ 1)
+            item = Int32(0)
+            if lane == 0:
+                item = cute.arch.atomic_add(claims.iterator + window, Int32(1))
+            item = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(item, 0))
+            place = info + stage * 4
+            if item < total:
+                task = first + item // sharing
+                unit = tasks[task, 1] * sharing + item % sharing
+                start = cute.arch.make_warp_uniform(starts[tasks[task, 0]])
+                head = cute.arch.make_warp_uniform(unit // (self.units // self.num_kv_heads))
+                if lane == 0:
+                    # The thread that writes is the one that arrives, which makes its writes known.
+                    place[0] = tasks[task, 2]
+                    place[1] = tasks[task, 3]
+                    place[2] = unit
+                    place[3] = 0
+                    cute.arch.mbarrier_arrive(bars + 2 * KEY_STAGES + stage)
+                    cute.arch.mbarrier_arrive_and_expect_tx(bars + stage, size)
+                cute.arch.sync_warp()
+                hopper.load_block(loads[1], sources[1], s_k, shape, start, head, stage, bars + stage)
+                if cutlass.const_expr(self.with_values):
+                    hopper.load_block(loads[2], sources[2], s_v, shape, start, head, stage, bars + stage)
+            else:
+                if lane == 0:
+                    place[0] = 0
+                    place[1] = 0
+                    place[2] = 0
+                    place[3] = 0
+                    cute.arch.mbarrier_arrive(bars + 2 * KEY_STAGES + stage)
+                    cute.arch.mbarrier_arrive(bars + stage)
+                more = Int32(0)
+            n += 1
+
+    @cute.jit
+    def gather(
+        self,
+        load: cute.CopyAtom,
+        source: cute.Tensor,
+        edges: cute.Tensor,
+        s_q: cute.Tensor,
+        bars: cute.Pointer,
+        key_bars: cute.Pointer,
+        info: cute.Pointer,
+        which: Int32,
+    ):
+        """One of two warps: its half of each tile's queries, `group` rows each."""
+        lane = cute.arch.lane_idx()
+        half = self.queries // 2
+        size = hopper.ROWS * self.dim
+        boxes = cute.flat_divide(s_q, (self.group, 64))
+        rows = cute.local_tile(source, (self.group, 64), (None, None))
+        to, what = cpasync.tma_partition(
+            load, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(rows, 0, 2)
+        )
+        n, base, count = Int32(0), Int32(0), Int32(1)
+        while count > 0:
+            key_stage, key_phase = hopper.place(n, KEY_STAGES)
+            cute.arch.mbarrier_wait(key_bars + 2 * KEY_STAGES + key_stage, key_phase)
+            place = info + key_stage * 4
+            first, last, unit = place[0], place[1] - 1, place[2]
+            count = last + 1 - first
+            tiles = cute.ceil_div(count, self.queries)
+            for j in cutlass.range(tiles, unroll=1):
+                stage, phase = hopper.place(base + j, QUERY_STAGES)
+                at = first + j * self.queries + which * half + lane % half
+                edge = edges[cutlass.min(at, last)]
+                cute.arch.mbarrier_wait(bars + QUERY_STAGES + stage, phase ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(bars + stage, size)
+                for i in cutlass.range_constexpr(half):
+                    query = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(edge, i) >> SLOT_BITS)
+                    for h in cutlass.range_constexpr(self.dim // 64):
+                        cute.copy(
+                            load,
+                            what[None, query * self.units + unit, h],
+                            to[None, which * half + i, h, stage],
+                            tma_bar_ptr=bars + stage,
+                        )
+            cute.arch.sync_warp()
+            if count > 0:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(key_bars + KEY_STAGES + key_stage)
+            base += tiles
+            n += 1
+
+    @cute.jit
+    def compute(
+        self,
+        edges: cute.Tensor,
+        partial: cute.Tensor | None,
+        lse: cute.Tensor,
+        begin: Int32,
+        slots: Int32,
+        mma: cute.TiledMma,
+        mma_values: cute.TiledMma,
+        s_q: cute.Tensor,
+        s_k: cute.Tensor,
+        s_v: cute.Tensor,
+        bars: cute.Pointer,
+        key_bars: cute.Pointer,
+        info: cute.Pointer,
+        thread: Int32,
+    ):
+        """One of two warpgroups: the tiles of its parity."""
+        which = cute.arch.make_warp_uniform(thread // hopper.WARPGROUP)
+        inside = thread % hopper.WARPGROUP
+        part = mma.get_slice(inside)
+        a = mma.make_fragment_A(part.partition_A(s_q))
+        b = mma.make_fragment_B(part.partition_B(s_k))
+        scores = cute.make_rmem_tensor(mma.partition_shape_C((hopper.ROWS, self.block_size)), Float32)
+        transposed = cute.make_tensor(s_v.iterator, cute.select(s_v.layout, mode=[1, 0, 2]))
+        values = mma_values.make_fragment_B(mma_values.get_slice(inside).partition_B(transposed))
+        out = cute.make_rmem_tensor(mma_values.partition_shape_C((hopper.ROWS, self.dim)), Float32)
+        weights = mma_values.make_fragment_A(mma_values.partition_shape_A((hopper.ROWS, self.block_size)))
+        words = cute.recast_tensor(weights, Int32)
+        following_words = cute.make_rmem_tensor(words.shape, Int32)
+        row = inside // 32 * 16 + thread % 32 // 4
+        n, base, count = Int32(0), Int32(0), Int32(1)
+        while count > 0:
+            key_stage, key_phase = hopper.place(n, KEY_STAGES)
+            cute.arch.mbarrier_wait(key_bars + key_stage, key_phase)
+            place = info + key_stage * 4
+            first, last, unit, nothing = place[0], place[1] - 1, place[2], place[3]
+            count = last + 1 - first
+            tiles = cute.ceil_div(count, self.queries)
+            # Tile j of the task is tile base + j of all: mine are those of my parity.
+            tile = which ^ (base & 1)
+            if tile < tiles:
+                at = self.rows_of(edges, first, last, tile, row, unit, begin, slots)
+                self.score(mma, scores, a, b, base + tile, key_stage, bars)
+                warpgroup.wait_group(0)
+                self.release(bars, base + tile)
+                inverse = self.softmax(scores, words, lse, at, thread)
+                for later in cutlass.range(tile + 2, tiles, 2, unroll=1):
+                    following = self.rows_of(edges, first, last, later, row, unit, begin, slots)
+                    self.score(mma, scores, a, b, base + later, key_stage, bars)
+                    if cutlass.const_expr(self.with_values):
+                        hopper.multiply(mma_values, out, weights, values[None, None, None, key_stage])
+                        warpgroup.wait_group(1)
+                    else:
+                        warpgroup.wait_group(0)
+                    self.release(bars, base + later)
+                    next_inverse = inverse
+                    # Always so, which the compiler cannot know: without a branch it would end the weighted sum first.
+                    if nothing == 0:
+                        next_inverse = self.softmax(scores, following_words, lse, following, thread)
+                    if cutlass.const_expr(self.with_values):
+                        warpgroup.wait_group(0)
+                        self.store(out, partial, at, inverse, thread)
+                        for x in cutlass.range_constexpr(cute.size(words)):
+                            words[x] = following_words[x]
+                    at, inverse = following, next_inverse
+                if cutlass.const_expr(self.with_values):
+                    hopper.multiply(mma_values, out, weights, values[None, None, None, key_stage])
+                    warpgroup.wait_group(0)
+                    self.store(out, partial, at, inverse, thread)
+            if count > 0:
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(key_bars + KEY_STAGES + key_stage)
+            base += tiles
+            n += 1
+
+    @cute.jit
+    def rows_of(
+        self,
+        edges: cute.Tensor,
+        first: Int32,
+        last: Int32,
+        tile: Int32,
+        row: Int32,
+        unit: Int32,
+        begin: Int32,
+        slots: Int32,
+    ):
+        """Where the results of the thread's two rows of a tile go; a tile that is not full repeats its last edge."""
+        places = []
+        for j in cutlass.range_constexpr(2):
+            here = row + 8 * j
+            edge = edges[cutlass.min(first + tile * self.queries + here // self.group, last)]
+            query = Int64((edge >> SLOT_BITS) - begin) * self.units + unit
+            places.append((query * slots + (edge & ((1 << SLOT_BITS) - 1))) * self.group + here % self.group)
+        return places[0], places[1]
+
+    @cute.jit
+    def score(
+        self,
+        mma: cute.TiledMma,
+        scores: cute.Tensor,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        tile: Int32,
+        key_stage: Int32,
+        bars: cute.Pointer,
+    ):
+        """Wait for the queries of a tile and start their product with the keys."""
+        stage, phase = hopper.place(tile, QUERY_STAGES)
+        cute.arch.mbarrier_wait(bars + stage, phase)
+        hopper.multiply(mma, scores, a[None, None, None, stage], b[None, None, None, key_stage])
+
+    @cute.jit
+    def release(self, bars: cute.Pointer, tile: Int32):
+        """The queries of a tile have been read."""
+        hopper.arrive_if(cute.arch.lane_idx() == 0, bars + QUERY_STAGES + tile % QUERY_STAGES)
+
+    @cute.jit
+    def softmax(self, scores: cute.Tensor, words: cute.Tensor, lse: cute.Tensor, at: tuple, thread: Int32):
+        """Scores to weights, not normalised; stores the log-sum-exps (base 2) and gives 1 / their sums."""
+        into = words if cutlass.const_expr(self.with_values) else None
+        tops, sums = hopper.softmax(scores, math.log2(math.e) / math.sqrt(self.dim), into, self.dtype)
+        inverse = []
+        for j in cutlass.range_constexpr(2):
+            total = tops[j] + cute.math.log2(sums[j], fastmath=True)
+            hopper.store_if(thread % 4 == 0, lse.iterator + at[j], total)
+            inverse.append(cute.arch.rcp_approx(sums[j]))
+        return inverse[0], inverse[1]
+
+    @cute.jit
+    def store(self, out: cute.Tensor, partial: cute.Tensor, at: tuple, inverse: tuple, thread: Int32):
+        """The normalised result, in the order that `merge.py` reads: 16 bytes of a lane after those of its quad."""
+        for j in cutlass.range_constexpr(2):
+            line = partial.iterator + at[j] * self.dim
+            for c in cutlass.range_constexpr(self.dim // 32):
+                words = [
+                    hopper.pack_halves(out[4 * n + 2 * j] * inverse[j], out[4 * n + 2 * j + 1] * inverse[j], self.dtype)
+                    for n in range(4 * c, 4 * c + 4)
+                ]
+                hopper.store_16_bytes(line + (c * 4 + thread % 4) * 8, words)
+
+
+def variants() -> list[Attend]:
+    """Every variant that the package is tested with."""
+    shapes = [(16, 2, 4), (8, 2, 4), (4, 2, 4), (16, 1, 1), (16, 2, 2), (4, 4, 4), (16, 4, 2)]
+    return [
+        Attend(dtype, dim, block_size, *shape, with_values)
+        for dtype in hopper.DTYPES
+        for dim in (64, 128)
+        for block_size in (64, 128)
+        for shape in shapes
+        for with_values in (True, False)
+    ]

@@ -1,0 +1,457 @@
+"""The own block of every query, with its causal mask, and the sum of all blocks' results weighted by their shares.
+
+A thread block takes a key block and the heads of a unit: the queries of that block are those whose own block it is.
+Two warpgroups take turns with tiles of 64 rows. A row without any selected block gives zero, and -inf as log-sum-exp.
+"""
+
+import math
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+from jaxtyping import Float
+from jaxtyping import Float32 as Scalars
+from jaxtyping import Int32 as Ids
+from torch import Tensor
+
+from msa_kernels.cute import hopper
+from msa_kernels.cute.attend import Partial
+from msa_kernels.cute.compile import load
+from msa_kernels.cute.index import Index
+
+BUFFERS = 2
+"""Of queries, for each warpgroup."""
+
+
+def merge(
+    q: Float[Tensor, "token head dim"],
+    k: Float[Tensor, "token kv_head dim"],
+    v: Float[Tensor, "token kv_head dim"] | None,
+    blocks: Ids[Tensor, "batch selection query slot"],
+    layout: tuple[Ids[Tensor, "token"], Ids[Tensor, "global_block"], Ids[Tensor, "global_block"]],
+    index: Index,
+    partial: Partial,
+    out: Float[Tensor, "token head dim"] | None,
+    lse: Scalars[Tensor, "token head"],
+    window: int,
+    begin: int,
+    end: int,
+    *,
+    block_size: int,
+) -> None:
+    """Write `out` and `lse` (natural logarithm) of the tokens `begin` to `end`, one window of `attend.attend`."""
+    kernel = Merge(
+        str(q.dtype).removeprefix("torch."),
+        q.shape[2],
+        block_size,
+        q.shape[1],
+        k.shape[1],
+        blocks.shape[1],
+        v is not None,
+    )
+    load(kernel)(q, k, v, blocks, *layout, index.claims, partial.out, partial.lse, out, lse, window, begin, end)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Static facts: what a variant is compiled for. `with_values=False` gives only the log-sum-exps."""
+
+    dtype: str
+    dim: int
+    block_size: int
+    num_heads: int
+    num_kv_heads: int
+    num_selections: int
+    with_values: bool = True
+
+    @property
+    def units(self) -> int:
+        """Sets of heads that share both selection and keys."""
+        return max(self.num_selections, self.num_kv_heads)
+
+    @property
+    def group(self) -> int:
+        """Heads of a unit."""
+        return self.num_heads // self.units
+
+    @property
+    def queries(self) -> int:
+        """Of a tile."""
+        return hopper.ROWS // self.group
+
+    def fakes(self) -> tuple:
+        """q, k, v, blocks, first, starts, ends, claims, partial, its lse, out, lse, window, begin, end."""
+        dtype, tokens, batch = hopper.DTYPES[self.dtype], cute.sym_int(), cute.sym_int()
+        keys = hopper.fake(dtype, (tokens, self.num_kv_heads, self.dim))
+        heads = hopper.fake(dtype, (tokens, self.num_heads, self.dim))
+        ids = cute.sym_int()
+        return (
+            heads,
+            keys,
+            keys if self.with_values else None,
+            hopper.fake(Int32, (batch, self.num_selections, cute.sym_int(), cute.sym_int()), 4),
+            hopper.fake(Int32, (tokens,)),
+            hopper.fake(Int32, (ids,)),
+            hopper.fake(Int32, (ids,)),
+            hopper.fake(Int32, (cute.sym_int(),)),
+            hopper.fake(dtype, (cute.sym_int64(), self.dim)) if self.with_values else None,
+            hopper.fake(Float32, (cute.sym_int64(),)),
+            heads if self.with_values else None,
+            hopper.fake(Float32, (tokens, self.num_heads)),
+            Int32(0),
+            Int32(0),
+            Int32(0),
+            hopper.fake_stream(),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor | None,
+        blocks: cute.Tensor,
+        first: cute.Tensor,
+        starts: cute.Tensor,
+        ends: cute.Tensor,
+        claims: cute.Tensor,
+        partial: cute.Tensor | None,
+        partial_lse: cute.Tensor,
+        out: cute.Tensor | None,
+        lse: cute.Tensor,
+        window: Int32,
+        begin: Int32,
+        end: Int32,
+        stream: CUstream,
+    ):
+        dtype = hopper.DTYPES[self.dtype]
+        layout_q = hopper.operand_layout(dtype, hopper.ROWS, self.dim, 2 * BUFFERS)
+        layout_k = hopper.operand_layout(dtype, self.block_size, self.dim, 1)
+        load_k, t_k = hopper.block_loads(k, layout_k, (self.block_size, self.dim))
+        load_v, t_v = None, None
+        if cutlass.const_expr(self.with_values):
+            load_v, t_v = hopper.block_loads(v, layout_k, (self.block_size, self.dim))
+        self.kernel(
+            q,
+            (load_k, load_v),
+            (t_k, t_v),
+            (blocks, first, starts, ends, claims),
+            (partial, partial_lse),
+            (out, lse),
+            window,
+            begin,
+            end,
+            hopper.product_of(dtype, self.block_size),
+            hopper.weighted_sum_of(dtype, self.dim),
+            layout_q,
+            layout_k,
+        ).launch(
+            grid=(starts.shape[0], self.units, 1),
+            block=(2 * hopper.WARPGROUP, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        loads: tuple,
+        sources: tuple,
+        index: tuple,
+        partials: tuple,
+        results: tuple,
+        window: Int32,
+        begin: Int32,
+        end: Int32,
+        mma: cute.TiledMma,
+        mma_values: cute.TiledMma,
+        layout_q: cute.ComposedLayout,
+        layout_k: cute.ComposedLayout,
+    ):
+        dtype = hopper.DTYPES[self.dtype]
+        blocks, first, starts, ends, claims = index
+        thread, _, _ = cute.arch.thread_idx()
+        block, unit, _ = cute.arch.block_idx()
+        memory = cutlass.memory.SmemAllocator()
+        bar = memory.allocate_array(Int64, 1)
+        s_q = memory.allocate_tensor(dtype, layout_q.outer, byte_alignment=1024, swizzle=layout_q.inner)
+        s_k = memory.allocate_tensor(dtype, layout_k.outer, byte_alignment=1024, swizzle=layout_k.inner)
+        s_v = s_k
+        if cutlass.const_expr(self.with_values):
+            s_v = memory.allocate_tensor(dtype, layout_k.outer, byte_alignment=1024, swizzle=layout_k.inner)
+        if (block == 0) & (unit == 0) & (thread == 0):
+            # All tasks of the window have been drawn: ready for the next pass over the same index.
+            claims[window] = 0
+        start, stop = starts[block], ends[block]
+        # The queries of this block that belong to the window.
+        query, last = cutlass.max(start, begin), cutlass.min(stop, end) - 1
+        if query <= last:
+            if thread == 0:
+                cute.arch.mbarrier_init(bar, 1)
+                cute.arch.mbarrier_init_fence()
+            cute.arch.sync_threads()
+            if cute.arch.make_warp_uniform(thread // 32) == 0:
+                size = self.block_size * self.dim * 2 * (2 if self.with_values else 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
+                head = cute.arch.make_warp_uniform(unit // (self.units // self.num_kv_heads))
+                hopper.load_block(loads[0], sources[0], s_k, (self.block_size, self.dim), start, head, 0, bar)
+                if cutlass.const_expr(self.with_values):
+                    hopper.load_block(loads[1], sources[1], s_v, (self.block_size, self.dim), start, head, 0, bar)
+            self.compute(
+                q, blocks, partials, results, mma, mma_values, s_q, s_k, s_v, bar, thread, unit,
+                (start, stop - start, block - first[start], begin), query, last,
+            )  # fmt: skip
+
+    @cute.jit
+    def compute(
+        self,
+        q: cute.Tensor,
+        blocks: cute.Tensor,
+        partials: tuple,
+        results: tuple,
+        mma: cute.TiledMma,
+        mma_values: cute.TiledMma,
+        s_q: cute.Tensor,
+        s_k: cute.Tensor,
+        s_v: cute.Tensor,
+        bar: cute.Pointer,
+        thread: Int32,
+        unit: Int32,
+        block: tuple,
+        query: Int32,
+        last: Int32,
+    ):
+        """Every second tile of 64 rows of the queries `query` to `last`; block = (start, length, id, window start)."""
+        start, length, own, begin = block
+        which = cute.arch.make_warp_uniform(thread // hopper.WARPGROUP)
+        inside = thread % hopper.WARPGROUP
+        part = mma.get_slice(inside)
+        a = mma.make_fragment_A(part.partition_A(s_q))
+        b = mma.make_fragment_B(part.partition_B(s_k))
+        scores = cute.make_rmem_tensor(mma.partition_shape_C((hopper.ROWS, self.block_size)), Float32)
+        transposed = cute.make_tensor(s_v.iterator, cute.select(s_v.layout, mode=[1, 0, 2]))
+        values = mma_values.make_fragment_B(mma_values.get_slice(inside).partition_B(transposed))
+        out = cute.make_rmem_tensor(mma_values.partition_shape_C((hopper.ROWS, self.dim)), Float32)
+        weights = mma_values.make_fragment_A(mma_values.partition_shape_A((hopper.ROWS, self.block_size)))
+        words = cute.recast_tensor(weights, Int32)
+        tiles = cute.ceil_div(last + 1 - query, self.queries)
+        self.fetch(q, s_q, which, 0, query + which * self.queries, last, unit, inside)
+        cute.arch.mbarrier_wait(bar, 0)
+        if cutlass.const_expr(self.with_values):
+            self.clear_rows(s_v, length, thread)
+        for tile in cutlass.range(which, tiles, 2, unroll=1):
+            buffer = tile // 2 % BUFFERS
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.fence_view_async_shared()
+            # Also says that the other buffer has been read.
+            cute.arch.barrier(barrier_id=1 + which, number_of_threads=hopper.WARPGROUP)
+            here = query + tile * self.queries
+            self.fetch(q, s_q, which, 1 - buffer, here + 2 * self.queries, last, unit, inside)
+            hopper.multiply(mma, scores, a[None, None, None, which * BUFFERS + buffer], b[None, None, None, 0])
+            warpgroup.wait_group(0)
+            self.hide_later(scores, here - start, thread)
+            into = words if cutlass.const_expr(self.with_values) else None
+            tops, sums = hopper.softmax(scores, math.log2(math.e) / math.sqrt(self.dim), into, self.dtype)
+            if cutlass.const_expr(self.with_values):
+                hopper.multiply(mma_values, out, weights, values[None, None, None, 0])
+                warpgroup.wait_group(0)
+            self.finish(blocks, partials, results, out, tops, sums, here, last, own, begin, unit, thread)
+        cute.arch.cp_async_wait_group(0)
+
+    @cute.jit
+    def fetch(
+        self,
+        q: cute.Tensor,
+        s_q: cute.Tensor,
+        which: Int32,
+        buffer: Int32,
+        query: Int32,
+        last: Int32,
+        unit: Int32,
+        inside: Int32,
+    ):
+        """Start copying a tile's queries; past the last they are copies of it."""
+        hopper.copy_rows(
+            s_q, which * BUFFERS + buffer, q, self.dim, hopper.ROWS, hopper.WARPGROUP, inside, self.group, query, last,
+            unit * self.group,
+        )  # fmt: skip
+
+    @cute.jit
+    def clear_rows(self, s_v: cute.Tensor, length: Int32, thread: Int32):
+        """Zeros for the values after the document's end, which belong to others: 0 x NaN would be NaN."""
+        if length < self.block_size:
+            plain = cute.recast_ptr(s_v.iterator, cute.make_swizzle(0, 4, 3), dtype=Int32)
+            line = 32
+            lines = self.block_size * (self.dim // 64)
+            for x in cutlass.range(thread, lines * line, 2 * hopper.WARPGROUP, unroll=1):
+                if x // line % self.block_size >= length:
+                    (plain + x).store(Int32(0))
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def hide_later(self, scores: cute.Tensor, offset: Int32, thread: Int32):
+        """-inf in place of the scores of keys after the row's query; `offset`: of the tile's first, in the block."""
+        row = thread % hopper.WARPGROUP // 32 * 16 + thread % 32 // 4
+        for x in cutlass.range_constexpr(cute.size(scores)):
+            key = x // 4 * 8 + thread % 4 * 2 + x % 2
+            if key > offset + (row + x // 2 % 2 * 8) // self.group:
+                scores[x] = -Float32.inf
+
+    @cute.jit
+    def finish(
+        self,
+        blocks: cute.Tensor,
+        partials: tuple,
+        results: tuple,
+        out: cute.Tensor,
+        tops: tuple,
+        sums: tuple,
+        here: Int32,
+        last: Int32,
+        own: Int32,
+        begin: Int32,
+        unit: Int32,
+        thread: Int32,
+    ):
+        """Add the earlier blocks' results to the tile's own and store the sum."""
+        partial, partial_lse = partials
+        target, lse = results
+        lane = thread % 32
+        slots = blocks.shape[3]
+        row = thread % hopper.WARPGROUP // 32 * 16 + lane // 4
+        counts, totals, lines, heads, queries, valid = [], [], [], [], [], []
+        for j in cutlass.range_constexpr(2):
+            at = row + 8 * j
+            query = cutlass.min(here + at // self.group, last)
+            count, chosen = self.count(blocks, query, unit, own, lane)
+            line = ((Int64(query) - begin) * self.units + unit) * slots * self.group + at % self.group
+            mine = tops[j] + cute.math.log2(sums[j], fastmath=True)
+            mine = mine if chosen else -Float32.inf
+            total = self.total(partial_lse, line, count, mine, lane)
+            # Nothing selected: any finite number will do in its place, as no weight is used.
+            base = total if total != -Float32.inf else Float32(0.0)
+            scale = cute.math.exp2(tops[j] - base, fastmath=True) if chosen else Float32(0.0)
+            if cutlass.const_expr(self.with_values):
+                for n in cutlass.range_constexpr(cute.size(out) // 4):
+                    for i in cutlass.range_constexpr(2):
+                        x = 4 * n + 2 * j + i
+                        out[x] = out[x] * scale if chosen else Float32(0.0)
+            counts.append(count)
+            totals.append(base)
+            lines.append(line)
+            heads.append(unit * self.group + at % self.group)
+            queries.append(query)
+            valid.append(here + at // self.group <= last)
+            address = lse.iterator + (Int64(query) * self.num_heads + heads[j])
+            hopper.store_if(valid[j] & (lane % 4 == 0), address, total * math.log(2))
+        if cutlass.const_expr(self.with_values):
+            self.add(out, partial, partial_lse, lines, counts, totals, lane)
+            for j in cutlass.range_constexpr(2):
+                address = target.iterator + (Int64(queries[j]) * self.num_heads + heads[j]) * self.dim
+                self.store(out, address, j, valid[j], lane)
+
+    @cute.jit
+    def count(self, blocks: cute.Tensor, query: Int32, unit: Int32, own: Int32, lane: Int32):
+        """How many blocks before its own a query selected, and whether it selected its own; a quad shares the work."""
+        sequence, slots = blocks.shape[2], blocks.shape[3]
+        selection = unit // (self.units // self.num_selections)
+        at = (Int64(query // sequence) * self.num_selections + selection) * sequence + query % sequence
+        line = blocks.iterator + at * slots
+        count, chosen = Int32(0), Int32(0)
+        for slot in cutlass.range(lane % 4, slots, 4, unroll=1):
+            block = (line + slot).load()
+            count += Int32((block >= 0) & (block < own))
+            chosen |= Int32(block == own)
+        for offset in cutlass.range_constexpr(1, 3):
+            count += cute.arch.shuffle_sync_bfly(count, offset=offset)
+            chosen |= cute.arch.shuffle_sync_bfly(chosen, offset=offset)
+        return count, chosen != 0
+
+    @cute.jit
+    def total(self, partial_lse: cute.Tensor, line: Int64, count: Int32, mine: Float32, lane: Int32) -> Float32:
+        """Log-sum-exp, base 2, over the own block and `count` earlier ones."""
+        top = mine
+        for slot in cutlass.range(lane % 4, count, 4, unroll=1):
+            top = cute.arch.fmax(top, (partial_lse.iterator + (line + slot * self.group)).load())
+        for offset in cutlass.range_constexpr(1, 3):
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
+        base = top if top != -Float32.inf else Float32(0.0)
+        rest = Float32(0.0)
+        for slot in cutlass.range(lane % 4, count, 4, unroll=1):
+            rest += cute.math.exp2((partial_lse.iterator + (line + slot * self.group)).load() - base, fastmath=True)
+        for offset in cutlass.range_constexpr(1, 3):
+            rest += cute.arch.shuffle_sync_bfly(rest, offset=offset)
+        return base + cute.math.log2(rest + cute.math.exp2(mine - base, fastmath=True), fastmath=True)
+
+    @cute.jit
+    def add(
+        self,
+        out: cute.Tensor,
+        partial: cute.Tensor,
+        partial_lse: cute.Tensor,
+        lines: list,
+        counts: list,
+        totals: list,
+        lane: Int32,
+    ):
+        """Add the weighted results of the earlier blocks, in the order of their slots."""
+        most = cutlass.max(counts[0], counts[1])
+        for offset in cutlass.range_constexpr(5):
+            most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, offset=1 << offset))
+        for chunk in cutlass.range(0, most, 4, unroll=1):
+            for j in cutlass.range_constexpr(2):
+                # Each lane of a quad makes the weight of one slot. Past the count a slot's memory holds anything.
+                slot = cutlass.max(cutlass.min(chunk + lane % 4, counts[j] - 1), 0)
+                share = (partial_lse.iterator + (lines[j] + slot * self.group)).load()
+                weight = cute.math.exp2(share - totals[j], fastmath=True)
+                weight = weight if chunk + lane % 4 < counts[j] else Float32(0.0)
+                for i in cutlass.range_constexpr(4):
+                    factor = cute.arch.shuffle_sync(weight, lane // 4 * 4 + i)
+                    inside = chunk + i < counts[j]
+                    slot = cutlass.max(cutlass.min(chunk + i, counts[j] - 1), 0)
+                    line = partial.iterator + (lines[j] + slot * self.group) * self.dim
+                    self.add_line(out, line, j, factor, inside, lane)
+
+    @cute.jit
+    def add_line(
+        self, out: cute.Tensor, line: cute.Pointer, j: cutlass.Constexpr, factor: Float32, inside: Boolean, lane: Int32
+    ):
+        """One block's result of one row."""
+        for c in cutlass.range_constexpr(self.dim // 32):
+            words = hopper.load_16_bytes(line + (c * 4 + lane % 4) * 8)
+            for w in cutlass.range_constexpr(4):
+                word = words[w] if inside else Int32(0)
+                low, high = hopper.unpack_halves(word, self.dtype)
+                x = 4 * (4 * c + w) + 2 * j
+                out[x] += factor * low
+                out[x + 1] += factor * high
+
+    @cute.jit
+    def store(self, out: cute.Tensor, line: cute.Pointer, j: cutlass.Constexpr, valid: Boolean, lane: Int32):
+        """Round a row and store it, 16 neighbouring bytes a lane."""
+        for c in cutlass.range_constexpr(self.dim // 32):
+            words = []
+            for w in cutlass.range_constexpr(4):
+                x = 4 * (4 * c + w) + 2 * j
+                words.append(hopper.pack_halves(out[x], out[x + 1], self.dtype))
+            words = hopper.transpose_quad(tuple(words), lane)
+            hopper.store_16_bytes(line + (c * 4 + lane % 4) * 8, words, valid)
+
+
+def variants() -> list[Merge]:
+    """Every variant that the package is tested with."""
+    shapes = [(16, 2, 4), (8, 2, 4), (4, 2, 4), (16, 1, 1), (16, 2, 2), (4, 4, 4), (16, 4, 2)]
+    return [
+        Merge(dtype, dim, block_size, *shape, with_values)
+        for dtype in hopper.DTYPES
+        for dim in (64, 128)
+        for block_size in (64, 128)
+        for shape in shapes
+        for with_values in (True, False)
+    ]

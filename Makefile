@@ -1,7 +1,7 @@
 # Every target sets up .venv first where it is missing or older than what it is made from.
 #
 #   make demo                     train, measure, write runs/demo/report.html
-#   make test                     the fast tests; also test-slow, test-gpu, lint, bench, clean
+#   make test                     the fast tests; also test-slow, test-gpu, test-compile, lint, bench, bench-gpu, clean
 #   make demo TORCH_INDEX=URL     take torch from this index (PyTorch's install page names one for CPU wheels)
 #   make demo PYTHON=python3.12   make .venv with this interpreter
 
@@ -12,7 +12,7 @@ READY := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint test-slow test-gpu bench clean
+.PHONY: demo test lint test-slow test-gpu test-compile bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/msa-lab demo
@@ -26,13 +26,20 @@ test-slow: $(READY)
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
 
+# Every variant of the Hopper kernels, without a GPU; what has not changed since is not compiled again.
+test-compile: $(READY)
+	$(BIN)/python -m msa_kernels.cute.check
+
 lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 
 bench: $(READY)
-	for script in kernels/benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+	$(BIN)/python kernels/benchmarks/bench_ops.py
+
+bench-gpu: $(READY)
+	$(BIN)/python kernels/benchmarks/bench_gpu.py
 
 # Runs and prepared corpora (runs/, data/) are kept.
 clean:

@@ -108,6 +108,7 @@ def kernel_paths() -> list[str]:
     """For a model of ordinary sizes in bf16: each path, usable or why not, and the one that a run would take."""
     import torch
     from msa_kernels import select_path
+    from msa_kernels.cute import compile as compiling
 
     place = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = {"device_type": place, "dtype": torch.bfloat16, "head_dim": 128, "proxy_dim": 128, "block_size": 128}
@@ -123,4 +124,4 @@ def kernel_paths() -> list[str]:
         lines.append(f"kernels: a run on {place} takes {chosen}, {reason}")
     except ValueError as error:
         lines.append(f"kernels: no run would start here: {error}")
-    return lines
+    return lines + compiling.describe()

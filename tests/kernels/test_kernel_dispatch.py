@@ -38,7 +38,7 @@ def test_a_wish_is_met_or_refused_never_replaced(monkeypatch):
     assert select_path(**CUDA, backend="flex")[0] == "flex"
     with pytest.raises(ValueError, match=r"backend='flex' cannot be used: FlexAttention .* not on cpu; use reference"):
         select_path(**CPU, backend="flex")
-    with pytest.raises(ValueError, match="backend='cute' cannot be used: .* compute capability 9.0, not for cpu"):
+    with pytest.raises(ValueError, match=r"backend='cute' cannot be used: .* compute capability 9\.0, not for cpu"):
         select_path(**CPU, backend="cute")
     with pytest.raises(ValueError, match="backend='triton' is no path; use one of reference, flex, cute"):
         select_path(**CPU, backend="triton")

@@ -34,6 +34,35 @@ SLOT_BITS = 5
 """Of an edge: query x 32 + slot."""
 
 
+class Problem(NamedTuple):
+    """One attention over a selection, its tokens flattened."""
+
+    q: Float[Tensor, "token head dim"]
+    k: Float[Tensor, "token kv_head dim"]
+    v: Float[Tensor, "token kv_head dim"] | None
+    """None where only log-sum-exps are wanted."""
+    blocks: Ids[Tensor, "batch selection query slot"]
+    block_size: int
+    first: Ids[Tensor, "token"]
+    starts: Ids[Tensor, "global_block"]
+    ends: Ids[Tensor, "global_block"]
+    """These three are those of `layout.make_layout`."""
+
+    @property
+    def facts(self) -> tuple[str, int, int, int, int, int]:
+        """The static facts that all kernels of the problem share, in the order of their fields."""
+        dtype = str(self.q.dtype).removeprefix("torch.")
+        return dtype, self.q.shape[2], self.block_size, self.q.shape[1], self.k.shape[1], self.blocks.shape[1]
+
+
+class Window(NamedTuple):
+    """Tokens that are computed together."""
+
+    number: int
+    begin: int
+    end: int
+
+
 class Partial(NamedTuple):
     """Results of single blocks, of a window of queries: line ((query * units + unit) * slots + slot) * group + head."""
 
@@ -43,46 +72,25 @@ class Partial(NamedTuple):
     """To the base 2. Slots that hold no earlier block are not written."""
 
 
-def room(q: Float[Tensor, "token head dim"], tokens: int, slots: int, *, with_values: bool = True) -> Partial:
-    """Memory for the results of so many queries, written anew for each window."""
-    lines = tokens * q.shape[1] * slots
-    out = q.new_empty(lines, q.shape[2]) if with_values else None
-    return Partial(out, torch.empty(lines, dtype=torch.float32, device=q.device))
+def room(problem: Problem, tokens: int) -> Partial:
+    """Memory for the results of a window of so many tokens; the next window overwrites them."""
+    lines = tokens * problem.q.shape[1] * problem.blocks.shape[3]
+    out = None if problem.v is None else problem.q.new_empty(lines, problem.q.shape[2])
+    return Partial(out, torch.empty(lines, dtype=torch.float32, device=problem.q.device))
 
 
-def attend(
-    q: Float[Tensor, "token head dim"],
-    k: Float[Tensor, "token kv_head dim"],
-    v: Float[Tensor, "token kv_head dim"] | None,
-    index: Index,
-    starts: Ids[Tensor, "global_block"],
-    partial: Partial,
-    window: int,
-    begin: int,
-    *,
-    num_selections: int,
-    slots: int,
-    block_size: int,
-) -> None:
-    """Write the results of the window that begins with token `begin`; without `v` the log-sum-exps alone.
+def attend(problem: Problem, index: Index, partial: Partial, window: Window) -> None:
+    """Write the results of a window's blocks.
 
-    `index` is that of `index.build`, whose tasks of this window it draws: `merge.merge` must follow, which makes them
+    `index` is that of `index.build`, whose tasks of this window are drawn: `merge.merge` must follow, which makes them
     ready again.
     """
-    kernel = Attend(
-        str(q.dtype).removeprefix("torch."),
-        q.shape[2],
-        block_size,
-        q.shape[1],
-        k.shape[1],
-        num_selections,
-        v is not None,
-    )
+    q, k, v, blocks = problem[:4]
+    kernel = Attend(*problem.facts, v is not None)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     edges, tasks, task_ptr, claims = index
-    load(kernel)(
-        q, k, v, edges, tasks, task_ptr, claims, starts, partial.out, partial.lse, window, begin, slots, processors
-    )
+    numbers = window.number, window.begin, blocks.shape[3], processors
+    load(kernel)(q, k, v, edges, tasks, task_ptr, claims, problem.starts, *partial, *numbers)
 
 
 @dataclass(frozen=True)

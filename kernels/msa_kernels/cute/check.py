@@ -193,42 +193,38 @@ def _launches(host: str) -> list[tuple[str, int | None]]:
     return found
 
 
-def table(findings: Sequence[Finding], tensor_cores: bool) -> list[str]:
-    """A line for each function, and below it what is wrong."""
+def table(finding: Finding, tensor_cores: bool) -> list[str]:
+    """A line for each function, and below them what is wrong."""
     lines = []
-    for finding in findings:
-        label = finding.kernel
-        for function in finding.functions:
-            shared = "run time" if function.shared is None else str(function.shared)
-            numbers = f"{function.registers:9d} {shared:>8} {function.local:7d} {function.wgmma:6d}"
-            lines.append(f"{numbers} {finding.seconds:6.1f}  {label} {function.name}")
-        lines += [f"{'FAULT':>9} {fault} [{label}]" for fault in finding.faults(tensor_cores)]
-    return lines
+    for function in finding.functions:
+        shared = "run time" if function.shared is None else str(function.shared)
+        numbers = f"{function.registers:9d} {shared:>8} {function.local:7d} {function.wgmma:6d} {finding.seconds:6.1f}"
+        lines.append(f"{numbers}  {finding.kernel} {function.name}")
+    return lines + [f"{'FAULT':>9} {fault} [{finding.kernel}]" for fault in finding.faults(tensor_cores)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=MODULES, default=MODULES, metavar="MODULE", help="default: all")
     parser.add_argument("--first", action="store_true", help="one variant of each module")
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes (default: %(default)s)"
-    )
+    jobs = min(os.cpu_count() or 1, 8)
+    parser.add_argument("--jobs", type=int, default=jobs, metavar="N", help="processes (here: %(default)s)")
     options = parser.parse_args()
+    if lacking := compiling.missing():
+        sys.exit(f"msa_kernels.cute.check: {lacking}")
     # Before the CuTe DSL is imported, here and in the processes below.
     os.environ["CUTE_DSL_ARCH"] = next(iter(compiling.TARGETS.values()))
-    try:
-        kernels = variants(options.only)
-        faults = 0
-        print(f"{'registers':>9} {'shared':>8} {'local':>7} {'wgmma':>6} {'s':>6}  kernel", flush=True)
-        with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-            for module, all_of_it in kernels.items():
-                for finding in pool.map(_attempt, all_of_it[:1] if options.first else all_of_it):
-                    faults += len(finding.faults(module in TENSOR_CORES))
-                    print("\n".join(table([finding], module in TENSOR_CORES)), flush=True)
-    except ValueError as error:
-        sys.exit(f"msa_kernels.cute.check: {error}")
+    print(f"{'registers':>9} {'shared':>8} {'local':>7} {'wgmma':>6} {'s':>6}  kernel", flush=True)
+    kernels = faults = 0
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        for module, all_of_it in variants(options.only).items():
+            for finding in pool.map(_attempt, all_of_it[:1] if options.first else all_of_it):
+                kernels += 1
+                faults += len(finding.faults(module in TENSOR_CORES))
+                print("\n".join(table(finding, module in TENSOR_CORES)), flush=True)
+    print(f"{kernels} kernels, {faults} faults")
     if faults:
-        sys.exit(f"msa_kernels.cute.check: {faults} faults")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -71,9 +71,7 @@ def architecture() -> str:
     wish = os.environ.get("CUTE_DSL_ARCH")
     if wish:
         if wish not in TARGETS.values():
-            raise ValueError(
-                f"CUTE_DSL_ARCH={wish!r}: the kernels are made for {known} only; use {known} or unset it"
-            )
+            raise ValueError(f"CUTE_DSL_ARCH={wish!r}: the kernels are made for {known} only; use {known} or unset it")
         return wish
     if not torch.cuda.is_available():
         raise ValueError(f"no CUDA device is here to compile kernels for; CUTE_DSL_ARCH={known} compiles without one")

@@ -64,12 +64,12 @@ def build(
 ) -> Index:
     """The remote edges of a selection, for windows of `window` tokens; nothing here waits for the device.
 
-    `first` and `starts` are those of `make_layout`; the ids of a query must differ. ValueError for a window that is no
-    multiple of 1024, for more than 32 slots and for what is too large to count.
+    `blocks` is contiguous and the ids of a query differ; `first` and `starts` are those of `make_layout`. ValueError
+    for a window that is no multiple of 1024, for more than 32 slots and for what is too large to count.
     """
     batch, num_proxies, sequence, slots = blocks.shape
     total, size = batch * sequence, len(starts)
-    windows, tiles = -(-total // window), -(-total // TILE)
+    windows, tiles = -(-total // max(window, 1)), -(-total // TILE)
     rows = windows * num_proxies * size
     _check(total, num_proxies, slots, size, window, rows, block_size)
 
@@ -81,7 +81,7 @@ def build(
     task_ptr, claims = empty(windows + 1), empty(windows)
     counts, offsets = empty(tiles, num_proxies, size), empty(rows)
     kernel = ReverseIndex(slots, num_proxies, block_size)
-    load(kernel)(blocks.contiguous(), first, starts, counts, offsets, edges, tasks, task_ptr, claims, window)
+    load(kernel)(blocks, first, starts, counts, offsets, edges, tasks, task_ptr, claims, window)
     return Index(edges, tasks, task_ptr, claims)
 
 
@@ -240,9 +240,7 @@ class ReverseIndex:
         rows, windows = offsets.shape[0], claims.shape[0]
         for window in cutlass.range(thread, windows, SCAN_THREADS, unroll=1):
             claims[window] = 0
-        edges_before = Int32(0)
-        tasks_before = Int32(0)
-        base = Int32(0)
+        edges_before, tasks_before, base = Int32(0), Int32(0), Int32(0)
         while base < rows:
             begin = base + thread * SCAN_ITEMS
             lengths = cute.make_rmem_tensor(SCAN_ITEMS, Int32)
@@ -274,9 +272,9 @@ class ReverseIndex:
                 row = window * (self.num_proxies * size) - base
                 if (row >= 0) & (row < SCAN_ROWS):
                     task_ptr[window] = (task_begin + row).load()
+            # The barriers in the next chunk's scans come before its writes to what is read above.
             tasks_before += task_end
             base += SCAN_ROWS
-            cute.arch.sync_threads()
         if thread == 0:
             task_ptr[windows] = tasks_before
 
@@ -348,21 +346,15 @@ class ReverseIndex:
         thread, _, _ = cute.arch.thread_idx()
         tile, proxy, _ = cute.arch.block_idx()
         total, size = first.shape[0], starts.shape[0]
-        # The token's document's first block, and how many of its blocks are remote.
         oldest = cute.arch.get_dyn_smem(Int32)
         remote = oldest + TILE
         places = oldest + 2 * TILE
         words = places + size
+        self.lay_out(first, starts, oldest, remote, tile, thread)
         rows = offsets.iterator + Int64(tile // tiles * self.num_proxies + proxy) * size
         for block in cutlass.range(thread, size, self.scatter_threads, unroll=1):
             (places + block).store((rows + block).load() + counts[tile, proxy, block])
             (words + block).store(Int32(0))
-        for query in cutlass.range(thread, TILE, self.scatter_threads, unroll=1):
-            token = cutlass.min(tile * TILE + query, total - 1)
-            block = first[token]
-            (oldest + query).store(block)
-            own = (token - starts[block]) // self.block_size
-            (remote + query).store(own if tile * TILE + query < total else Int32(0))
         cute.arch.sync_threads()
         query, slot = thread // self.slots, thread % self.slots
         bit = Int32(1) << (query % SUBTILE)
@@ -391,6 +383,25 @@ class ReverseIndex:
                 (words + block).store(Int32(0))
             cute.arch.sync_threads()
             base += SUBTILE
+
+    @cute.jit
+    def lay_out(
+        self,
+        first: cute.Tensor,
+        starts: cute.Tensor,
+        oldest: cute.Pointer,
+        remote: cute.Pointer,
+        tile: Int32,
+        thread: Int32,
+    ):
+        """For each query of a tile: its document's first block, and how many of its document's blocks are remote."""
+        total = first.shape[0]
+        for query in cutlass.range(thread, TILE, self.scatter_threads, unroll=1):
+            token = cutlass.min(tile * TILE + query, total - 1)
+            block = first[token]
+            (oldest + query).store(block)
+            own = (token - starts[block]) // self.block_size
+            (remote + query).store(own if tile * TILE + query < total else Int32(0))
 
 
 def variants() -> list[ReverseIndex]:

@@ -14,50 +14,40 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from jaxtyping import Float
 from jaxtyping import Float32 as Scalars
-from jaxtyping import Int32 as Ids
 from torch import Tensor
 
 from msa_kernels.cute import hopper
-from msa_kernels.cute.attend import Partial
+from msa_kernels.cute.attend import Partial, Problem, Window
 from msa_kernels.cute.compile import load
 from msa_kernels.cute.index import Index
 
 BUFFERS = 2
 """Of queries, for each warpgroup."""
+MOST_SLOTS = (4, 8, 16, 32)
+"""A variant serves up to so many slots of a selection."""
 
 
 def merge(
-    q: Float[Tensor, "token head dim"],
-    k: Float[Tensor, "token kv_head dim"],
-    v: Float[Tensor, "token kv_head dim"] | None,
-    blocks: Ids[Tensor, "batch selection query slot"],
-    layout: tuple[Ids[Tensor, "token"], Ids[Tensor, "global_block"], Ids[Tensor, "global_block"]],
+    problem: Problem,
     index: Index,
     partial: Partial,
+    window: Window,
     out: Float[Tensor, "token head dim"] | None,
     lse: Scalars[Tensor, "token head"],
-    window: int,
-    begin: int,
-    end: int,
-    *,
-    block_size: int,
 ) -> None:
-    """Write `out` and `lse` (natural logarithm) of the tokens `begin` to `end`, one window of `attend.attend`."""
-    kernel = Merge(
-        str(q.dtype).removeprefix("torch."),
-        q.shape[2],
-        block_size,
-        q.shape[1],
-        k.shape[1],
-        blocks.shape[1],
-        v is not None,
-    )
-    load(kernel)(q, k, v, blocks, *layout, index.claims, partial.out, partial.lse, out, lse, window, begin, end)
+    """Write `out` and `lse` (natural logarithm) of the tokens of a window, after `attend.attend`."""
+    q, k, v, blocks = problem[:4]
+    kernel = Merge(*problem.facts, next(most for most in MOST_SLOTS if most >= blocks.shape[3]), v is not None)
+    grid = problem.first, problem.starts, problem.ends
+    load(kernel)(q, k, v, blocks, *grid, index.claims, *partial, out, lse, *window)
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Static facts: what a variant is compiled for. `with_values=False` gives only the log-sum-exps."""
+    """Static facts: what a variant is compiled for. `with_values=False` gives only the log-sum-exps.
+
+    `most_slots` bounds the slots of a selection: one of MOST_SLOTS.
+    """
 
     dtype: str
     dim: int
@@ -65,6 +55,7 @@ class Merge:
     num_heads: int
     num_kv_heads: int
     num_selections: int
+    most_slots: int
     with_values: bool = True
 
     @property
@@ -363,11 +354,12 @@ class Merge:
         selection = unit // (self.units // self.num_selections)
         at = (Int64(query // sequence) * self.num_selections + selection) * sequence + query % sequence
         line = blocks.iterator + at * slots
+        ids = [(line + cutlass.min(lane % 4 + 4 * c, slots - 1)).load() for c in range(self.most_slots // 4)]
         count, chosen = Int32(0), Int32(0)
-        for slot in cutlass.range(lane % 4, slots, 4, unroll=1):
-            block = (line + slot).load()
-            count += Int32((block >= 0) & (block < own))
-            chosen |= Int32(block == own)
+        for c in cutlass.range_constexpr(self.most_slots // 4):
+            there = lane % 4 + 4 * c < slots
+            count += Int32(there & (ids[c] >= 0) & (ids[c] < own))
+            chosen |= Int32(there & (ids[c] == own))
         for offset in cutlass.range_constexpr(1, 3):
             count += cute.arch.shuffle_sync_bfly(count, offset=offset)
             chosen |= cute.arch.shuffle_sync_bfly(chosen, offset=offset)
@@ -376,15 +368,21 @@ class Merge:
     @cute.jit
     def total(self, partial_lse: cute.Tensor, line: Int64, count: Int32, mine: Float32, lane: Int32) -> Float32:
         """Log-sum-exp, base 2, over the own block and `count` earlier ones."""
+        earlier = []
+        for c in cutlass.range_constexpr(self.most_slots // 4):
+            # Past the count a slot's memory holds anything.
+            slot = cutlass.max(cutlass.min(lane % 4 + 4 * c, count - 1), 0)
+            value = (partial_lse.iterator + (line + slot * self.group)).load()
+            earlier.append(value if lane % 4 + 4 * c < count else -Float32.inf)
         top = mine
-        for slot in cutlass.range(lane % 4, count, 4, unroll=1):
-            top = cute.arch.fmax(top, (partial_lse.iterator + (line + slot * self.group)).load())
+        for c in cutlass.range_constexpr(self.most_slots // 4):
+            top = cute.arch.fmax(top, earlier[c])
         for offset in cutlass.range_constexpr(1, 3):
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
         base = top if top != -Float32.inf else Float32(0.0)
         rest = Float32(0.0)
-        for slot in cutlass.range(lane % 4, count, 4, unroll=1):
-            rest += cute.math.exp2((partial_lse.iterator + (line + slot * self.group)).load() - base, fastmath=True)
+        for c in cutlass.range_constexpr(self.most_slots // 4):
+            rest += cute.math.exp2(earlier[c] - base, fastmath=True)
         for offset in cutlass.range_constexpr(1, 3):
             rest += cute.arch.shuffle_sync_bfly(rest, offset=offset)
         return base + cute.math.log2(rest + cute.math.exp2(mine - base, fastmath=True), fastmath=True)
@@ -448,10 +446,10 @@ def variants() -> list[Merge]:
     """Every variant that the package is tested with."""
     shapes = [(16, 2, 4), (8, 2, 4), (4, 2, 4), (16, 1, 1), (16, 2, 2), (4, 4, 4), (16, 4, 2)]
     return [
-        Merge(dtype, dim, block_size, *shape, with_values)
+        Merge(dtype, dim, block_size, *shape, most_slots, with_values)
         for dtype in hopper.DTYPES
         for dim in (64, 128)
         for block_size in (64, 128)
-        for shape in shapes
+        for shape, most_slots in zip(shapes, (16, 4, 4, 16, 32, 8, 8), strict=True)
         for with_values in (True, False)
     ]

@@ -173,49 +173,24 @@ def _attend(
     block_size: int,
 ) -> Tensor:
     """Fill `out`, if there are values, and give the log-sum-exps, window after window."""
-    from msa_kernels.cute.attend import attend, room
+    from msa_kernels.cute.attend import Problem, Window, attend, room
     from msa_kernels.cute.index import TILE, build
     from msa_kernels.cute.merge import merge
 
     batch, sequence, heads, dim = q.shape
-    total, slots = batch * sequence, blocks.shape[3]
+    total = batch * sequence
     lse = torch.empty(batch, sequence, heads, dtype=torch.float32, device=q.device)
     with torch.cuda.device(q.device):
-        blocks = blocks.contiguous()
-        layout = _layout(cu_seqlens, batch, sequence, block_size, q.device)
+        first, starts, ends = _layout(cu_seqlens, batch, sequence, block_size, q.device)
         q, k = q.contiguous().flatten(0, 1), k.contiguous().flatten(0, 1)
         v = None if v is None else v.contiguous().flatten(0, 1)
-        bytes_a_token = heads * slots * (4 + (0 if v is None else dim * q.element_size()))
-        window = _window(total, bytes_a_token, PARTIAL_BYTES, TILE)
-        index = build(blocks, layout[0], layout[1], window, block_size=block_size)
-        partial = room(q, min(window, total), slots, with_values=v is not None)
-        for number, begin in enumerate(range(0, total, window)):
-            attend(
-                q,
-                k,
-                v,
-                index,
-                layout[1],
-                partial,
-                number,
-                begin,
-                num_selections=blocks.shape[1],
-                slots=slots,
-                block_size=block_size,
-            )
-            merge(
-                q,
-                k,
-                v,
-                blocks,
-                layout,
-                index,
-                partial,
-                None if out is None else out.flatten(0, 1),
-                lse.flatten(0, 1),
-                number,
-                begin,
-                min(begin + window, total),
-                block_size=block_size,
-            )
+        problem = Problem(q, k, v, blocks.contiguous(), block_size, first, starts, ends)
+        bytes_a_token = heads * blocks.shape[3] * (4 + (0 if v is None else dim * q.element_size()))
+        size = _window(total, bytes_a_token, PARTIAL_BYTES, TILE)
+        index = build(problem.blocks, problem.first, problem.starts, size, block_size=block_size)
+        partial = room(problem, min(size, total))
+        for number, begin in enumerate(range(0, total, size)):
+            window = Window(number, begin, min(begin + size, total))
+            attend(problem, index, partial, window)
+            merge(problem, index, partial, window, None if out is None else out.flatten(0, 1), lse.flatten(0, 1))
     return lse

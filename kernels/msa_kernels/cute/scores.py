@@ -246,18 +246,19 @@ class Scores:
                 hopper.multiply(mma, accumulators[m], tile, b[None, None, None, stage])
             warpgroup.wait_group(1)
             block = oldest + i
+            low, high = Float32(0.0), Float32(0.0)
             if block >= own:
                 # Only here may a row's own block be, with keys that the row must not see.
                 warpgroup.wait_group(0)
                 for m in cutlass.range_constexpr(2):
                     self.hide_later(accumulators[m], starts[block], token, base + m * hopper.ROWS, lane)
-            best = [None] * 4
-            best[0], best[1] = self.maxima(accumulators[0])
+                low = self.maximum(accumulators[0], lane)
+            else:
+                # In a branch, or the compiler would end the second product before it.
+                low = self.maximum(accumulators[0], lane)
             warpgroup.wait_group(0)
             hopper.arrive_if(lane == 0, empty + stage)
-            best[2], best[3] = self.maxima(accumulators[1])
-            low = best[1] if lane % 2 == 1 else best[0]
-            high = best[3] if lane % 2 == 1 else best[2]
+            high = self.maximum(accumulators[1], lane)
             value = high if lane % 4 >= 2 else low
             line = scores.iterator + (Int64(block - row_first) * scores.shape[1] + place)
             seen = valid & (block >= row_first) & (block <= row_own)
@@ -272,16 +273,16 @@ class Scores:
                 accumulator[x] = -Float32.inf
 
     @cute.jit
-    def maxima(self, accumulator: cute.Tensor):
-        """The largest entry of the thread's two rows, NaN if there is one; all four lanes of a quad have it."""
+    def maximum(self, accumulator: cute.Tensor, lane: Int32):
+        """The largest entry of a row of the quad, NaN if it has one: the first row in even lanes, else the second."""
         best = [accumulator[0], accumulator[2]]
         for x in cutlass.range_constexpr(cute.size(accumulator)):
             best[x // 2 % 2] = cute.arch.fmax(best[x // 2 % 2], accumulator[x], nan=True)
-        for j in cutlass.range_constexpr(2):
-            for offset in cutlass.range_constexpr(1, 3):
-                other = cute.arch.shuffle_sync_bfly(best[j], offset=offset)
-                best[j] = cute.arch.fmax(best[j], other, nan=True)
-        return best[0], best[1]
+        # A neighbour's half of my row for my half of its row.
+        odd = lane % 2 == 1
+        other = cute.arch.shuffle_sync_bfly(best[0] if odd else best[1], offset=1)
+        mine = cute.arch.fmax(best[1] if odd else best[0], other, nan=True)
+        return cute.arch.fmax(mine, cute.arch.shuffle_sync_bfly(mine, offset=2), nan=True)
 
 
 def variants() -> list[Scores]:

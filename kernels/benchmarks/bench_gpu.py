@@ -1,0 +1,337 @@
+"""Time selection and sparse attention, stage by stage and as a whole, against dense attention on one GPU.
+
+Everything is timed in one process, one call of each in turn, so that what the GPU does in the course of time (clocks,
+temperature) strikes all alike: median, least and most of `--repeats` rounds by CUDA events, after `--warmup` rounds
+that pay for compilation. "forward" is `select_blocks` and `sparse_attention` together. These times begin on an idle GPU
+and so contain what the host takes to launch; "device" is the median where the GPU first waits until all is launched, as
+in a training step that keeps it busy. The stages of a forward are timed in that way too; one that is called several
+times (windows) is summed. The selection that is attended to is either
+
+    selected by proxies   what `select_blocks` chose from random inputs: neighbouring queries agree by chance alone
+    overlap               a planted one: of its neighbour's blocks, a query keeps each with probability `--keep`
+
+Dense attention is cuDNN's, through PyTorch, and FlashAttention-4's where `flash_attn.cute` is installed. Peak memory is
+above the inputs; launches are kernels that the profiler saw in one call. Nothing is asserted. Examples:
+
+    python kernels/benchmarks/bench_gpu.py
+    python kernels/benchmarks/bench_gpu.py --sequence 16384 --only forward --profile
+"""
+
+import argparse
+import contextlib
+import datetime
+import importlib
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bench_ops import show_profile
+from msa_kernels import Selection, select_blocks, sparse_attention
+from msa_kernels.dispatch import PATHS
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+STAGES = {
+    "layout": ("layout", "make_layout"),
+    "score": ("scores", "score"),
+    "top-k": ("topk", "choose"),
+    "index": ("index", "build"),
+    "attend": ("attend", "attend"),
+    "merge": ("merge", "merge"),
+}
+"""Module of msa_kernels.cute and function, by the stage's name here."""
+OPERATIONS = ("forward", "select_blocks", "sparse_attention", "dense")
+HEAD_START = 20_000_000
+"""Clock ticks for which the GPU waits while the host launches, about 10 ms."""
+VERSIONS = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "quack-kernels", "triton")
+SAMPLE = 4096
+"""Queries at the end of the sequence whose agreement with their neighbours is reported."""
+
+Call = Callable[[], object]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    lengths = [2**power for power in range(11, 20)]
+    parser.add_argument(
+        "--sequence", type=int, nargs="+", default=lengths, metavar="S", help="lengths (default: 2K, 4K ... 512K)"
+    )
+    sizes = {"batch": 1, "heads": 16, "kv-heads": 2, "proxies": 4, "proxy-kv-heads": 1, "dim": 128, "proxy-dim": 128}
+    for name, default in (sizes | {"block-size": 128, "top-k-blocks": 16}).items():
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default: {default}")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16", help="default: %(default)s")
+    parser.add_argument("--path", choices=PATHS, default="cute", help="default: %(default)s; stages are cute's alone")
+    parser.add_argument("--keep", type=float, default=0.95, metavar="P", help="of the overlap (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="rounds before (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="rounds measured (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=OPERATIONS, metavar="WHAT", help=", ".join(OPERATIONS))
+    parser.add_argument("--profile", action="store_true", help="also show the longest kernels of each operation")
+    default = Path("runs/bench_gpu.json")
+    parser.add_argument("--json", type=Path, default=default, metavar="FILE", help="measurements (%(default)s)")
+    return parser.parse_args()
+
+
+def planted(
+    batch: int, num_proxies: int, sequence: int, slots: int, block_size: int, keep: float, device: str
+) -> Selection:
+    """The own block and random earlier ones, of which each query keeps its predecessor's with probability `keep`.
+
+    Slot i holds a block from i, i + slots - 1, i + 2 (slots - 1) and so on, so that no two slots can hold the same.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    query = torch.arange(sequence, device=device)[:, None]
+    own, slot = query // block_size, torch.arange(slots - 1, device=device)
+    choices = (own - slot + slots - 2).clamp(min=0) // max(slots - 1, 1)
+    shape = batch, num_proxies, sequence, slots - 1
+    drawn = (torch.rand(shape, device=device, generator=generator) * choices).long().minimum(choices - 1)
+    first = (choices == 1) & (query % block_size == 0)
+    fresh = (torch.rand(shape, device=device, generator=generator) >= keep) | first
+    since = torch.where(fresh, query, 0).cummax(2).values
+    ids = slot + (slots - 1) * drawn.gather(2, since)
+    ids = torch.where(choices > 0, ids, sequence)
+    blocks = torch.cat([ids, own.expand(batch, num_proxies, -1, -1)], 3).sort(3).values
+    return Selection(torch.where(blocks == sequence, -1, blocks).int(), block_size)
+
+
+def agreement(selection: Selection) -> float:
+    """Share of the earlier blocks of a query that its neighbour of the same block selects too."""
+    last = selection.blocks[:, :, -SAMPLE:]
+    own = torch.arange(selection.blocks.shape[2], device=last.device)[-SAMPLE:, None] // selection.block_size
+    earlier = (last[:, :, 1:] >= 0) & (last[:, :, 1:] < own[1:]) & (own[1:] == own[:-1])
+    same = (last[:, :, 1:, :, None] == last[:, :, :-1, None, :]).any(4)
+    return (same & earlier).sum().item() / max(earlier.sum().item(), 1)
+
+
+def operations(options: argparse.Namespace, sequence: int) -> tuple[dict[str, Call], dict[str, float]]:
+    """What to time, by name, and the agreement of neighbours in each selection."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def tensor(heads: int, dim: int) -> Tensor:
+        shape = options.batch, sequence, heads, dim
+        return torch.randn(shape, device="cuda", generator=generator).to(getattr(torch, options.dtype))
+
+    q_proxy, k_proxy = (tensor(heads, options.proxy_dim) for heads in (options.proxies, options.proxy_kv_heads))
+    q, k, v = (tensor(heads, options.dim) for heads in (options.heads, options.kv_heads, options.kv_heads))
+    rule = {"top_k_blocks": options.top_k_blocks, "block_size": options.block_size, "backend": options.path}
+
+    def select() -> Selection:
+        return select_blocks(q_proxy, k_proxy, **rule)
+
+    def attend(selection: Selection) -> object:
+        return sparse_attention(q, k, v, selection, backend=options.path)
+
+    chosen = select()
+    sizes = options.batch, options.proxies, sequence, options.top_k_blocks, options.block_size
+    overlap = planted(*sizes, options.keep, "cuda")
+
+    def forward_overlap() -> object:
+        select()
+        return attend(overlap)
+
+    def cudnn() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+
+    calls: dict[str, Call] = {
+        "forward, selected by proxies": lambda: attend(select()),
+        "forward, overlap": forward_overlap,
+        "select_blocks": select,
+        "sparse_attention, selected by proxies": lambda: attend(chosen),
+        "sparse_attention, overlap": lambda: attend(overlap),
+        "dense, cuDNN": cudnn,
+    }
+    with contextlib.suppress(ImportError):
+        from flash_attn.cute.interface import flash_attn_func
+
+        calls["dense, FlashAttention-4"] = lambda: flash_attn_func(q, k, v, causal=True)
+    if options.only:
+        calls = {name: call for name, call in calls.items() if name.split(",")[0] in options.only}
+    return calls, {"proxies": agreement(chosen), "overlap": agreement(overlap)}
+
+
+@contextlib.contextmanager
+def marked() -> Iterator[list[tuple[str, torch.cuda.Event, torch.cuda.Event]]]:
+    """Every call of a stage within, with an event before and one behind it."""
+    seen: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def mark(stage: str, function: Callable) -> Callable:
+        def run(*given: Any, **named: Any) -> object:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            result = function(*given, **named)
+            end.record()
+            seen.append((stage, start, end))
+            return result
+
+        return run
+
+    places = {stage: (importlib.import_module(f"msa_kernels.cute.{m}"), name) for stage, (m, name) in STAGES.items()}
+    originals = {stage: getattr(*place) for stage, place in places.items()}
+    try:
+        for stage, place in places.items():
+            setattr(*place, mark(stage, originals[stage]))
+        yield seen
+    finally:
+        for stage, place in places.items():
+            setattr(*place, originals[stage])
+
+
+def stage_times(call: Call) -> dict[str, float]:
+    """Milliseconds of each stage that a call runs through."""
+    with marked() as seen:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(HEAD_START)
+        call()
+        torch.cuda.synchronize()
+    times: dict[str, float] = {}
+    for stage, start, end in seen:
+        times[stage] = times.get(stage, 0.0) + start.elapsed_time(end)
+    return times
+
+
+def whole_time(call: Call, head_start: int = 0) -> float:
+    """Milliseconds of a call on a GPU that is idle, or that has `head_start` clock ticks to wait."""
+    torch.cuda.synchronize()
+    if head_start:
+        torch.cuda._sleep(head_start)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def cost(call: Call) -> dict[str, float]:
+    """Peak of memory above what is held already, in MiB, and kernels launched by one warmed-up call."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.key_averages() if event.device_type.name == "CUDA"]
+    copies = sum(event.count for event in events if event.key.startswith(("Memcpy", "Memset")))
+    return {"peak_mib": peak, "launches": sum(event.count for event in events) - copies, "copies": copies}
+
+
+def measure(calls: dict[str, Call], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each call, and behind a forward one for each of its stages; a call that fails says why."""
+    rows: dict[str, dict[str, Any]] = {}
+    times: dict[str, list[float]] = {}
+    launched: dict[str, list[float]] = {name: [] for name in calls}
+    for name, call in list(calls.items()):
+        try:
+            for _ in range(options.warmup):
+                call()
+            rows[name] = cost(call)
+        except (RuntimeError, ValueError) as error:  # out of memory, or what does not take this size
+            rows[name] = {"failed": str(error).strip().splitlines()[0]}
+            del calls[name]
+            torch.cuda.empty_cache()
+    staged = [name for name in calls if options.path == "cute" and name.startswith("forward")]
+    for _ in range(options.repeats):
+        for name, call in calls.items():
+            times.setdefault(name, []).append(whole_time(call))
+            launched[name].append(whole_time(call, HEAD_START))
+        for name in staged:
+            for stage, spent in stage_times(calls[name]).items():
+                times.setdefault(f"{name}: {stage}", []).append(spent)
+    for name in staged:
+        missed = [stage for stage in STAGES if f"{name}: {stage}" not in times]
+        if missed:
+            raise RuntimeError(f"{name} never called the stages {', '.join(missed)} through their modules")
+    for name, found in times.items():
+        spread = {"median_ms": statistics.median(found), "least_ms": min(found), "most_ms": max(found)}
+        device = statistics.median(launched.get(name, found))
+        rows[name] = spread | {"device_ms": device} | rows.get(name, {})
+    wholes = [name for name in rows if ": " not in name]
+    order = [name for whole in wholes for name in rows if name == whole or name.startswith(f"{whole}: ")]
+    return [{"operation": name, **rows[name]} for name in order]
+
+
+def show(sequence: int, rows: list[dict[str, Any]]) -> None:
+    """Print the rows; a forward's last column compares its median with FlashAttention-4's, or else with cuDNN's."""
+    medians = {row["operation"]: row["median_ms"] for row in rows if "median_ms" in row}
+    dense = medians.get("dense, FlashAttention-4", medians.get("dense, cuDNN"))
+    for row in rows:
+        whole, _, stage = row["operation"].partition(": ")
+        line = f"{sequence:8d}  {'    ' + stage if stage else whole:40}"
+        if "failed" in row:
+            line += f"failed: {row['failed'][:100]}"
+        else:
+            line += "".join(f"{row[key]:10.3f}" for key in ("median_ms", "least_ms", "most_ms", "device_ms"))
+        if "launches" in row:
+            line += f"{row['peak_mib']:10.0f}{row['launches']:10d}"
+            line += f"{dense / row['median_ms']:9.2f}x" if dense and whole.startswith("forward") else ""
+        print(line, flush=True)
+
+
+def environment() -> dict[str, Any]:
+    versions = {}
+    for name in VERSIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError):
+        versions["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0]
+    return {
+        "device": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "python": platform.python_version(),
+        **versions,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+@torch.no_grad()
+def main() -> None:
+    options = arguments()
+    if not torch.cuda.is_available():
+        sys.exit("bench_gpu.py: needs a CUDA GPU; bench_ops.py also runs on a CPU")
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    result: dict[str, Any] = {"environment": environment(), "settings": settings, "rows": [], "agreement": []}
+    print(", ".join(f"{key} {value}" for key, value in result["environment"].items() if key != "command"))
+    columns = ("median ms", "least", "most", "device", "peak MiB", "launches", "x dense")
+    heads = "".join(f"{name:>10}" for name in columns)
+    print(f"{'sequence':>8}  {'operation':40}{heads}", flush=True)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    for sequence in options.sequence:
+        try:
+            calls, agreed = operations(options, sequence)
+        except (torch.cuda.OutOfMemoryError, ValueError) as error:
+            print(f"{sequence:8d}  left out: {str(error).splitlines()[0]}", flush=True)
+            continue
+        rows = measure(calls, options)
+        show(sequence, rows)
+        if options.profile:
+            for name, call in calls.items():
+                print(f"{'':10}{name}")
+                show_profile(call, "cuda")
+        result["rows"] += [{"sequence": sequence, **row} for row in rows]
+        result["agreement"].append({"sequence": sequence, **agreed})
+        # After each length, so that a run that is cut off keeps what it measured.
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        del calls
+        torch.cuda.empty_cache()
+    if not result["rows"]:
+        sys.exit("bench_gpu.py: nothing could be measured")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What the selection's plain kernels share with the host: the sorting network, and what is refused before a launch."""
+
+import itertools
+import random
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from msa_kernels.cute.index import MOST_BLOCKS, build
+from msa_kernels.cute.layout import row_alignment
+from msa_kernels.cute.topk import choose, comparators
+
+
+@pytest.mark.parametrize("count", range(1, 33))
+def test_the_network_sorts(count: int):
+    # A network that sorts all zeros and ones sorts everything.
+    rng = random.Random(count)
+    lists = (
+        [list(values) for values in itertools.product((0, 1), repeat=count)]
+        if count <= 10
+        else [rng.choices((0, 1), weights=(share, 1 - share), k=count) for share in (0.1, 0.5, 0.9) for _ in range(300)]
+    )
+    pairs = comparators(count)
+    assert all(low < high < count for low, high in pairs)
+    for values in lists:
+        expected = sorted(values)
+        for low, high in pairs:
+            values[low], values[high] = min(values[low], values[high]), max(values[low], values[high])
+        assert values == expected
+
+
+def test_lists_of_blocks_are_as_aligned_as_is_said():
+    for slots in range(1, 33):
+        assert slots * 4 % row_alignment(slots) == 0
+
+
+def build_shapes(
+    batch: int = 1, sequence: int = 2048, proxies: int = 4, slots: int = 16, size: int = 17, window: int = 1024
+) -> None:
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    build(empty(batch, proxies, sequence, slots), empty(batch * sequence), empty(size), window, block_size=128)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"window": 1000}, "window=1000 must be a multiple of 1024, such as 1024"),
+        ({"window": 5000}, "window=5000 must be a multiple of 1024, such as 4096"),
+        ({"window": 0}, "window=0 must be a multiple of 1024, such as 1024"),
+        ({"slots": 33}, "top_k_blocks=33 must be at most 32 here; use 32 or MSA_KERNELS=flex"),
+        ({"size": MOST_BLOCKS + 1}, f"it must be at most {MOST_BLOCKS}"),
+        ({"batch": 64, "sequence": 2**20}, "batch x sequence=67108864 must be below 67108864"),
+        ({"batch": 32, "sequence": 2**20, "window": 2**20}, f"top_k_blocks=16 below {2**31}"),
+        ({"sequence": 2**20, "size": 20000, "proxies": 16}, f"use {2**20}"),
+    ],
+)
+def test_an_index_that_cannot_be_built_is_refused(shapes: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build_shapes(**shapes)
+
+
+def test_too_many_slots_are_refused():
+    blocks = torch.empty(1, 4, 64, 33, dtype=torch.int32)
+    first = starts = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="top_k_blocks=33 must be at most 32 here; use 32 or MSA_KERNELS=flex"):
+        choose(torch.zeros(1, 256), first, starts, blocks, 0, 64, block_size=64)
+
+
+def test_no_query_is_no_launch():
+    blocks = torch.empty(1, 4, 64, 8, dtype=torch.int32)
+    first = starts = torch.zeros(1, dtype=torch.int32)
+    choose(torch.zeros(1, 0), first, starts, blocks, 7, 7, block_size=64)

@@ -180,15 +180,10 @@ class Attend:
             (load_q, load_k, load_v),
             (t_q, t_k, t_v),
             (edges, tasks, task_ptr, claims, starts),
-            partial,
-            lse,
-            window,
-            begin,
-            slots,
-            hopper.product_of(dtype, self.block_size),
-            hopper.weighted_sum_of(dtype, self.dim),
-            layout_q,
-            layout_k,
+            (partial, lse),
+            (window, begin, slots),
+            (hopper.product_of(dtype, self.block_size), hopper.weighted_sum_of(dtype, self.dim)),
+            (layout_q, layout_k),
         ).launch(grid=(blocks, 1, 1), block=(3 * hopper.WARPGROUP, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
@@ -197,33 +192,28 @@ class Attend:
         loads: tuple,
         sources: tuple,
         index: tuple,
-        partial: cute.Tensor | None,
-        lse: cute.Tensor,
-        window: Int32,
-        begin: Int32,
-        slots: Int32,
-        mma: cute.TiledMma,
-        mma_values: cute.TiledMma,
-        layout_q: cute.ComposedLayout,
-        layout_k: cute.ComposedLayout,
+        results: tuple,
+        numbers: tuple,
+        products: tuple,
+        layouts: tuple,
     ):
-        dtype = hopper.DTYPES[self.dtype]
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
-        query_bars = memory.allocate_array(Int64, 2 * QUERY_STAGES)
+        # Queries: full and empty; keys: full, empty, and the task known.
+        bars = memory.allocate_array(Int64, 2 * QUERY_STAGES)
         key_bars = memory.allocate_array(Int64, 3 * KEY_STAGES)
         info = memory.allocate_array(Int32, 4 * KEY_STAGES)
-        s_q = memory.allocate_tensor(dtype, layout_q.outer, byte_alignment=1024, swizzle=layout_q.inner)
-        s_k = memory.allocate_tensor(dtype, layout_k.outer, byte_alignment=1024, swizzle=layout_k.inner)
+        layout_q, layout_k = layouts
+        s_q = hopper.allocate(memory, self.dtype, layout_q)
+        s_k = hopper.allocate(memory, self.dtype, layout_k)
         s_v = s_k
         if cutlass.const_expr(self.with_values):
-            s_v = memory.allocate_tensor(dtype, layout_k.outer, byte_alignment=1024, swizzle=layout_k.inner)
-        # Queries: full and empty; keys: full, empty, and the task known.
+            s_v = hopper.allocate(memory, self.dtype, layout_k)
         if thread == 0:
             for i in cutlass.range_constexpr(QUERY_STAGES):
-                cute.arch.mbarrier_init(query_bars + i, 2)
-                cute.arch.mbarrier_init(query_bars + QUERY_STAGES + i, hopper.WARPGROUP // 32)
+                cute.arch.mbarrier_init(bars + i, 2)
+                cute.arch.mbarrier_init(bars + QUERY_STAGES + i, hopper.WARPGROUP // 32)
             for i in cutlass.range_constexpr(KEY_STAGES):
                 cute.arch.mbarrier_init(key_bars + i, 1)
                 cute.arch.mbarrier_init(key_bars + KEY_STAGES + i, 2 * hopper.WARPGROUP // 32 + 2)
@@ -234,14 +224,12 @@ class Attend:
         if warp >= 8:
             cute.arch.setmaxregister_decrease(hopper.PRODUCER_REGISTERS)
             if warp == 10:
-                self.draw(loads, sources, index, s_k, s_v, key_bars, info, window)
+                self.draw(loads, sources, index, s_k, s_v, key_bars, info, numbers[0])
             elif warp < 10:
-                self.gather(loads[0], sources[0], index[0], s_q, query_bars, key_bars, info, warp - 8)
+                self.gather(loads[0], sources[0], index[0], s_q, bars, key_bars, info, warp - 8)
         else:
             cute.arch.setmaxregister_increase(hopper.CONSUMER_REGISTERS)
-            self.compute(
-                index[0], partial, lse, begin, slots, mma, mma_values, s_q, s_k, s_v, query_bars, key_bars, info, thread
-            )
+            self.compute(index[0], results, numbers[1:], products, (s_q, s_k, s_v), bars, key_bars, info, thread)
 
     @cute.jit
     def draw(
@@ -262,7 +250,6 @@ class Attend:
         sharing = self.units // self.num_selections
         total = (task_ptr[window + 1] - first) * sharing
         shape = (self.block_size, self.dim)
-        size = self.block_size * self.dim * 2 * (2 if self.with_values else 1)
         n, more = Int32(0), Int32(1)
         while more > 0:
             stage, phase = hopper.place(n, KEY_STAGES)
@@ -271,19 +258,14 @@ class Attend:
             if lane == 0:
                 item = cute.arch.atomic_add(claims.iterator + window, Int32(1))
             item = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(item, 0))
-            place = info + stage * 4
             if item < total:
                 task = first + item // sharing
                 unit = tasks[task, 1] * sharing + item % sharing
                 start = cute.arch.make_warp_uniform(starts[tasks[task, 0]])
                 head = cute.arch.make_warp_uniform(unit // (self.units // self.num_kv_heads))
                 if lane == 0:
-                    # The thread that writes is the one that arrives, which makes its writes known.
-                    place[0] = tasks[task, 2]
-                    place[1] = tasks[task, 3]
-                    place[2] = unit
-                    place[3] = 0
-                    cute.arch.mbarrier_arrive(bars + 2 * KEY_STAGES + stage)
+                    self.announce(info, bars, stage, tasks[task, 2], tasks[task, 3], unit)
+                    size = self.block_size * self.dim * 2 * (2 if self.with_values else 1)
                     cute.arch.mbarrier_arrive_and_expect_tx(bars + stage, size)
                 cute.arch.sync_warp()
                 hopper.load_block(loads[1], sources[1], s_k, shape, start, head, stage, bars + stage)
@@ -291,14 +273,20 @@ class Attend:
                     hopper.load_block(loads[2], sources[2], s_v, shape, start, head, stage, bars + stage)
             else:
                 if lane == 0:
-                    place[0] = 0
-                    place[1] = 0
-                    place[2] = 0
-                    place[3] = 0
-                    cute.arch.mbarrier_arrive(bars + 2 * KEY_STAGES + stage)
+                    self.announce(info, bars, stage, Int32(0), Int32(0), Int32(0))
                     cute.arch.mbarrier_arrive(bars + stage)
                 more = Int32(0)
             n += 1
+
+    @cute.jit
+    def announce(self, info: cute.Pointer, bars: cute.Pointer, stage: Int32, begin: Int32, end: Int32, unit: Int32):
+        """The next task, none if it has no edges. The thread that writes also arrives, which makes its writes known."""
+        place = info + stage * 4
+        place[0] = begin
+        place[1] = end
+        place[2] = unit
+        place[3] = 0
+        cute.arch.mbarrier_arrive(bars + 2 * KEY_STAGES + stage)
 
     @cute.jit
     def gather(
@@ -356,21 +344,18 @@ class Attend:
     def compute(
         self,
         edges: cute.Tensor,
-        partial: cute.Tensor | None,
-        lse: cute.Tensor,
-        begin: Int32,
-        slots: Int32,
-        mma: cute.TiledMma,
-        mma_values: cute.TiledMma,
-        s_q: cute.Tensor,
-        s_k: cute.Tensor,
-        s_v: cute.Tensor,
+        results: tuple,
+        numbers: tuple,
+        products: tuple,
+        tensors: tuple,
         bars: cute.Pointer,
         key_bars: cute.Pointer,
         info: cute.Pointer,
         thread: Int32,
     ):
         """One of two warpgroups: the tiles of its parity."""
+        mma, mma_values = products
+        s_q, s_k, s_v = tensors
         which = cute.arch.make_warp_uniform(thread // hopper.WARPGROUP)
         inside = thread % hopper.WARPGROUP
         part = mma.get_slice(inside)
@@ -381,71 +366,89 @@ class Attend:
         values = mma_values.make_fragment_B(mma_values.get_slice(inside).partition_B(transposed))
         out = cute.make_rmem_tensor(mma_values.partition_shape_C((hopper.ROWS, self.dim)), Float32)
         weights = mma_values.make_fragment_A(mma_values.partition_shape_A((hopper.ROWS, self.block_size)))
-        words = cute.recast_tensor(weights, Int32)
-        following_words = cute.make_rmem_tensor(words.shape, Int32)
-        row = inside // 32 * 16 + thread % 32 // 4
         n, base, count = Int32(0), Int32(0), Int32(1)
         while count > 0:
-            key_stage, key_phase = hopper.place(n, KEY_STAGES)
-            cute.arch.mbarrier_wait(key_bars + key_stage, key_phase)
-            place = info + key_stage * 4
-            first, last, unit, nothing = place[0], place[1] - 1, place[2], place[3]
-            count = last + 1 - first
+            stage, phase = hopper.place(n, KEY_STAGES)
+            cute.arch.mbarrier_wait(key_bars + stage, phase)
+            place = info + stage * 4
+            task = place[0], place[1] - 1, place[2], place[3]
+            count = task[1] + 1 - task[0]
             tiles = cute.ceil_div(count, self.queries)
             # Tile j of the task is tile base + j of all: mine are those of my parity.
             tile = which ^ (base & 1)
             if tile < tiles:
-                at = self.rows_of(edges, first, last, tile, row, unit, begin, slots)
-                self.score(mma, scores, a, b, base + tile, key_stage, bars)
-                warpgroup.wait_group(0)
-                self.release(bars, base + tile)
-                inverse = self.softmax(scores, words, lse, at, thread)
-                for later in cutlass.range(tile + 2, tiles, 2, unroll=1):
-                    following = self.rows_of(edges, first, last, later, row, unit, begin, slots)
-                    self.score(mma, scores, a, b, base + later, key_stage, bars)
-                    if cutlass.const_expr(self.with_values):
-                        hopper.multiply(mma_values, out, weights, values[None, None, None, key_stage])
-                        warpgroup.wait_group(1)
-                    else:
-                        warpgroup.wait_group(0)
-                    self.release(bars, base + later)
-                    next_inverse = inverse
-                    # Always so, which the compiler cannot know: without a branch it would end the weighted sum first.
-                    if nothing == 0:
-                        next_inverse = self.softmax(scores, following_words, lse, following, thread)
-                    if cutlass.const_expr(self.with_values):
-                        warpgroup.wait_group(0)
-                        self.store(out, partial, at, inverse, thread)
-                        for x in cutlass.range_constexpr(cute.size(words)):
-                            words[x] = following_words[x]
-                    at, inverse = following, next_inverse
-                if cutlass.const_expr(self.with_values):
-                    hopper.multiply(mma_values, out, weights, values[None, None, None, key_stage])
-                    warpgroup.wait_group(0)
-                    self.store(out, partial, at, inverse, thread)
+                keys = b[None, None, None, stage], values[None, None, None, stage]
+                self.run(
+                    edges, results, numbers, products, scores, out, weights, a, keys, task, base, tile, tiles, bars
+                )
             if count > 0:
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(key_bars + KEY_STAGES + key_stage)
+                    cute.arch.mbarrier_arrive(key_bars + KEY_STAGES + stage)
             base += tiles
             n += 1
 
     @cute.jit
-    def rows_of(
+    def run(
         self,
         edges: cute.Tensor,
-        first: Int32,
-        last: Int32,
+        results: tuple,
+        numbers: tuple,
+        products: tuple,
+        scores: cute.Tensor,
+        out: cute.Tensor,
+        weights: cute.Tensor,
+        a: cute.Tensor,
+        keys: tuple,
+        task: tuple,
+        base: Int32,
         tile: Int32,
-        row: Int32,
-        unit: Int32,
-        begin: Int32,
-        slots: Int32,
+        tiles: Int32,
+        bars: cute.Pointer,
     ):
+        """Every second tile of a task from `tile` on: the scores of one while the weights of the last are used."""
+        mma, mma_values = products
+        partial, lse = results
+        words = cute.recast_tensor(weights, Int32)
+        following_words = cute.make_rmem_tensor(words.shape, Int32)
+        at = self.rows_of(edges, task, tile, numbers)
+        self.score(mma, scores, a, keys[0], base + tile, bars)
+        warpgroup.wait_group(0)
+        self.release(bars, base + tile)
+        inverse = self.softmax(scores, words, lse, at)
+        for later in cutlass.range(tile + 2, tiles, 2, unroll=1):
+            following = self.rows_of(edges, task, later, numbers)
+            self.score(mma, scores, a, keys[0], base + later, bars)
+            if cutlass.const_expr(self.with_values):
+                hopper.multiply(mma_values, out, weights, keys[1])
+                warpgroup.wait_group(1)
+            else:
+                warpgroup.wait_group(0)
+            self.release(bars, base + later)
+            next_inverse = inverse
+            # Always so, which the compiler cannot know: without a branch it would end the weighted sum first.
+            if task[3] == 0:
+                next_inverse = self.softmax(scores, following_words, lse, following)
+            if cutlass.const_expr(self.with_values):
+                warpgroup.wait_group(0)
+                self.store(out, partial, at, inverse)
+                for x in cutlass.range_constexpr(cute.size(words)):
+                    words[x] = following_words[x]
+            at, inverse = following, next_inverse
+        if cutlass.const_expr(self.with_values):
+            hopper.multiply(mma_values, out, weights, keys[1])
+            warpgroup.wait_group(0)
+            self.store(out, partial, at, inverse)
+
+    @cute.jit
+    def rows_of(self, edges: cute.Tensor, task: tuple, tile: Int32, numbers: tuple):
         """Where the results of the thread's two rows of a tile go; a tile that is not full repeats its last edge."""
+        first, last, unit, _ = task
+        begin, slots = numbers
+        thread, _, _ = cute.arch.thread_idx()
         places = []
         for j in cutlass.range_constexpr(2):
-            here = row + 8 * j
+            here = hopper.row_of(thread) + 8 * j
             edge = edges[cutlass.min(first + tile * self.queries + here // self.group, last)]
             query = Int64((edge >> SLOT_BITS) - begin) * self.units + unit
             places.append((query * slots + (edge & ((1 << SLOT_BITS) - 1))) * self.group + here % self.group)
@@ -457,15 +460,14 @@ class Attend:
         mma: cute.TiledMma,
         scores: cute.Tensor,
         a: cute.Tensor,
-        b: cute.Tensor,
+        keys: cute.Tensor,
         tile: Int32,
-        key_stage: Int32,
         bars: cute.Pointer,
     ):
         """Wait for the queries of a tile and start their product with the keys."""
         stage, phase = hopper.place(tile, QUERY_STAGES)
         cute.arch.mbarrier_wait(bars + stage, phase)
-        hopper.multiply(mma, scores, a[None, None, None, stage], b[None, None, None, key_stage])
+        hopper.multiply(mma, scores, a[None, None, None, stage], keys)
 
     @cute.jit
     def release(self, bars: cute.Pointer, tile: Int32):
@@ -473,20 +475,22 @@ class Attend:
         hopper.arrive_if(cute.arch.lane_idx() == 0, bars + QUERY_STAGES + tile % QUERY_STAGES)
 
     @cute.jit
-    def softmax(self, scores: cute.Tensor, words: cute.Tensor, lse: cute.Tensor, at: tuple, thread: Int32):
+    def softmax(self, scores: cute.Tensor, words: cute.Tensor, lse: cute.Tensor, at: tuple):
         """Scores to weights, not normalised; stores the log-sum-exps (base 2) and gives 1 / their sums."""
+        lane = cute.arch.lane_idx()
         into = words if cutlass.const_expr(self.with_values) else None
         tops, sums = hopper.softmax(scores, math.log2(math.e) / math.sqrt(self.dim), into, self.dtype)
         inverse = []
         for j in cutlass.range_constexpr(2):
             total = tops[j] + cute.math.log2(sums[j], fastmath=True)
-            hopper.store_if(thread % 4 == 0, lse.iterator + at[j], total)
+            hopper.store_if(lane % 4 == 0, lse.iterator + at[j], total)
             inverse.append(cute.arch.rcp_approx(sums[j]))
         return inverse[0], inverse[1]
 
     @cute.jit
-    def store(self, out: cute.Tensor, partial: cute.Tensor, at: tuple, inverse: tuple, thread: Int32):
+    def store(self, out: cute.Tensor, partial: cute.Tensor, at: tuple, inverse: tuple):
         """The normalised result, in the order that `merge.py` reads: 16 bytes of a lane after those of its quad."""
+        lane = cute.arch.lane_idx()
         for j in cutlass.range_constexpr(2):
             line = partial.iterator + at[j] * self.dim
             for c in cutlass.range_constexpr(self.dim // 32):
@@ -494,7 +498,7 @@ class Attend:
                     hopper.pack_halves(out[4 * n + 2 * j] * inverse[j], out[4 * n + 2 * j + 1] * inverse[j], self.dtype)
                     for n in range(4 * c, 4 * c + 4)
                 ]
-                hopper.store_16_bytes(line + (c * 4 + thread % 4) * 8, words)
+                hopper.store_16_bytes(line + (c * 4 + lane % 4) * 8, words)
 
 
 def variants() -> list[Attend]:

@@ -241,6 +241,16 @@ def copy_rows(
     cute.arch.cp_async_commit_group()
 
 
+def allocate(memory: cutlass.memory.SmemAllocator, kind: str, layout: cute.ComposedLayout) -> cute.Tensor:
+    """A shared-memory tensor of a layout."""
+    return memory.allocate_tensor(DTYPES[kind], layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+
+def row_of(thread: Int32) -> Int32:
+    """The first of the two rows of a warpgroup's tile that a thread holds; the other is 8 further."""
+    return thread % WARPGROUP // 32 * 16 + thread % 32 // 4
+
+
 def place(stage: Int32, stages: int) -> tuple[Int32, Int32]:
     """Buffer and phase of the n-th use of a ring; `stages` is a power of two."""
     return stage % stages, (stage // stages) & 1

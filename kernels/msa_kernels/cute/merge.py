@@ -132,13 +132,9 @@ class Merge:
             (blocks, first, starts, ends, claims),
             (partial, partial_lse),
             (out, lse),
-            window,
-            begin,
-            end,
-            hopper.product_of(dtype, self.block_size),
-            hopper.weighted_sum_of(dtype, self.dim),
-            layout_q,
-            layout_k,
+            (window, begin, end),
+            (hopper.product_of(dtype, self.block_size), hopper.weighted_sum_of(dtype, self.dim)),
+            (layout_q, layout_k),
         ).launch(
             grid=(starts.shape[0], self.units, 1),
             block=(2 * hopper.WARPGROUP, 1, 1),
@@ -155,25 +151,22 @@ class Merge:
         index: tuple,
         partials: tuple,
         results: tuple,
-        window: Int32,
-        begin: Int32,
-        end: Int32,
-        mma: cute.TiledMma,
-        mma_values: cute.TiledMma,
-        layout_q: cute.ComposedLayout,
-        layout_k: cute.ComposedLayout,
+        numbers: tuple,
+        products: tuple,
+        layouts: tuple,
     ):
-        dtype = hopper.DTYPES[self.dtype]
         blocks, first, starts, ends, claims = index
+        window, begin, end = numbers
         thread, _, _ = cute.arch.thread_idx()
         block, unit, _ = cute.arch.block_idx()
         memory = cutlass.memory.SmemAllocator()
         bar = memory.allocate_array(Int64, 1)
-        s_q = memory.allocate_tensor(dtype, layout_q.outer, byte_alignment=1024, swizzle=layout_q.inner)
-        s_k = memory.allocate_tensor(dtype, layout_k.outer, byte_alignment=1024, swizzle=layout_k.inner)
+        layout_q, layout_k = layouts
+        s_q = hopper.allocate(memory, self.dtype, layout_q)
+        s_k = hopper.allocate(memory, self.dtype, layout_k)
         s_v = s_k
         if cutlass.const_expr(self.with_values):
-            s_v = memory.allocate_tensor(dtype, layout_k.outer, byte_alignment=1024, swizzle=layout_k.inner)
+            s_v = hopper.allocate(memory, self.dtype, layout_k)
         if (block == 0) & (unit == 0) & (thread == 0):
             # All tasks of the window have been drawn: ready for the next pass over the same index.
             claims[window] = 0
@@ -186,17 +179,15 @@ class Merge:
                 cute.arch.mbarrier_init_fence()
             cute.arch.sync_threads()
             if cute.arch.make_warp_uniform(thread // 32) == 0:
-                size = self.block_size * self.dim * 2 * (2 if self.with_values else 1)
+                shape, head = (self.block_size, self.dim), unit // (self.units // self.num_kv_heads)
                 with cute.arch.elect_one():
+                    size = self.block_size * self.dim * 2 * (2 if self.with_values else 1)
                     cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
-                head = cute.arch.make_warp_uniform(unit // (self.units // self.num_kv_heads))
-                hopper.load_block(loads[0], sources[0], s_k, (self.block_size, self.dim), start, head, 0, bar)
+                hopper.load_block(loads[0], sources[0], s_k, shape, start, head, 0, bar)
                 if cutlass.const_expr(self.with_values):
-                    hopper.load_block(loads[1], sources[1], s_v, (self.block_size, self.dim), start, head, 0, bar)
-            self.compute(
-                q, blocks, partials, results, mma, mma_values, s_q, s_k, s_v, bar, thread, unit,
-                (start, stop - start, block - first[start], begin), query, last,
-            )  # fmt: skip
+                    hopper.load_block(loads[1], sources[1], s_v, shape, start, head, 0, bar)
+            work = query, last, unit, start, stop - start, block - first[start], begin
+            self.compute(q, blocks, partials, results, products, (s_q, s_k, s_v), bar, work)
 
     @cute.jit
     def compute(
@@ -205,20 +196,19 @@ class Merge:
         blocks: cute.Tensor,
         partials: tuple,
         results: tuple,
-        mma: cute.TiledMma,
-        mma_values: cute.TiledMma,
-        s_q: cute.Tensor,
-        s_k: cute.Tensor,
-        s_v: cute.Tensor,
+        products: tuple,
+        tensors: tuple,
         bar: cute.Pointer,
-        thread: Int32,
-        unit: Int32,
-        block: tuple,
-        query: Int32,
-        last: Int32,
+        work: tuple,
     ):
-        """Every second tile of 64 rows of the queries `query` to `last`; block = (start, length, id, window start)."""
-        start, length, own, begin = block
+        """One of two warpgroups: every second tile of 64 rows.
+
+        `work`: first and last query, unit, their own block's first token, length and id, and where the window begins.
+        """
+        mma, mma_values = products
+        s_q, s_k, s_v = tensors
+        query, last, unit, start, length = work[:5]
+        thread, _, _ = cute.arch.thread_idx()
         which = cute.arch.make_warp_uniform(thread // hopper.WARPGROUP)
         inside = thread % hopper.WARPGROUP
         part = mma.get_slice(inside)
@@ -230,12 +220,11 @@ class Merge:
         out = cute.make_rmem_tensor(mma_values.partition_shape_C((hopper.ROWS, self.dim)), Float32)
         weights = mma_values.make_fragment_A(mma_values.partition_shape_A((hopper.ROWS, self.block_size)))
         words = cute.recast_tensor(weights, Int32)
-        tiles = cute.ceil_div(last + 1 - query, self.queries)
         self.fetch(q, s_q, which, 0, query + which * self.queries, last, unit, inside)
         cute.arch.mbarrier_wait(bar, 0)
         if cutlass.const_expr(self.with_values):
             self.clear_rows(s_v, length, thread)
-        for tile in cutlass.range(which, tiles, 2, unroll=1):
+        for tile in cutlass.range(which, cute.ceil_div(last + 1 - query, self.queries), 2, unroll=1):
             buffer = tile // 2 % BUFFERS
             cute.arch.cp_async_wait_group(0)
             cute.arch.fence_view_async_shared()
@@ -251,7 +240,7 @@ class Merge:
             if cutlass.const_expr(self.with_values):
                 hopper.multiply(mma_values, out, weights, values[None, None, None, 0])
                 warpgroup.wait_group(0)
-            self.finish(blocks, partials, results, out, tops, sums, here, last, own, begin, unit, thread)
+            self.finish(blocks, partials, results, out, tops, sums, here, work)
         cute.arch.cp_async_wait_group(0)
 
     @cute.jit
@@ -288,7 +277,7 @@ class Merge:
     @cute.jit
     def hide_later(self, scores: cute.Tensor, offset: Int32, thread: Int32):
         """-inf in place of the scores of keys after the row's query; `offset`: of the tile's first, in the block."""
-        row = thread % hopper.WARPGROUP // 32 * 16 + thread % 32 // 4
+        row = hopper.row_of(thread)
         for x in cutlass.range_constexpr(cute.size(scores)):
             key = x // 4 * 8 + thread % 4 * 2 + x % 2
             if key > offset + (row + x // 2 % 2 * 8) // self.group:
@@ -304,48 +293,44 @@ class Merge:
         tops: tuple,
         sums: tuple,
         here: Int32,
-        last: Int32,
-        own: Int32,
-        begin: Int32,
-        unit: Int32,
-        thread: Int32,
+        work: tuple,
     ):
         """Add the earlier blocks' results to the tile's own and store the sum."""
-        partial, partial_lse = partials
+        _, last, unit, _, _, own, begin = work
         target, lse = results
+        thread, _, _ = cute.arch.thread_idx()
         lane = thread % 32
-        slots = blocks.shape[3]
-        row = thread % hopper.WARPGROUP // 32 * 16 + lane // 4
-        counts, totals, lines, heads, queries, valid = [], [], [], [], [], []
+        counts, totals, lines, places, valid = [], [], [], [], []
         for j in cutlass.range_constexpr(2):
-            at = row + 8 * j
-            query = cutlass.min(here + at // self.group, last)
+            row = hopper.row_of(thread) + 8 * j
+            query = cutlass.min(here + row // self.group, last)
             count, chosen = self.count(blocks, query, unit, own, lane)
-            line = ((Int64(query) - begin) * self.units + unit) * slots * self.group + at % self.group
+            line = ((Int64(query) - begin) * self.units + unit) * blocks.shape[3] * self.group + row % self.group
             mine = tops[j] + cute.math.log2(sums[j], fastmath=True)
             mine = mine if chosen else -Float32.inf
-            total = self.total(partial_lse, line, count, mine, lane)
+            total = self.total(partials[1], line, count, mine, lane)
             # Nothing selected: any finite number will do in its place, as no weight is used.
             base = total if total != -Float32.inf else Float32(0.0)
-            scale = cute.math.exp2(tops[j] - base, fastmath=True) if chosen else Float32(0.0)
             if cutlass.const_expr(self.with_values):
-                for n in cutlass.range_constexpr(cute.size(out) // 4):
-                    for i in cutlass.range_constexpr(2):
-                        x = 4 * n + 2 * j + i
-                        out[x] = out[x] * scale if chosen else Float32(0.0)
+                self.rescale(out, j, cute.math.exp2(tops[j] - base, fastmath=True), chosen)
             counts.append(count)
             totals.append(base)
             lines.append(line)
-            heads.append(unit * self.group + at % self.group)
-            queries.append(query)
-            valid.append(here + at // self.group <= last)
-            address = lse.iterator + (Int64(query) * self.num_heads + heads[j])
-            hopper.store_if(valid[j] & (lane % 4 == 0), address, total * math.log(2))
+            places.append(Int64(query) * self.num_heads + unit * self.group + row % self.group)
+            valid.append(here + row // self.group <= last)
+            hopper.store_if(valid[j] & (lane % 4 == 0), lse.iterator + places[j], total * math.log(2))
         if cutlass.const_expr(self.with_values):
-            self.add(out, partial, partial_lse, lines, counts, totals, lane)
+            self.add(out, partials[0], partials[1], lines, counts, totals, lane)
             for j in cutlass.range_constexpr(2):
-                address = target.iterator + (Int64(queries[j]) * self.num_heads + heads[j]) * self.dim
-                self.store(out, address, j, valid[j], lane)
+                self.store(out, target.iterator + places[j] * self.dim, j, valid[j], lane)
+
+    @cute.jit
+    def rescale(self, out: cute.Tensor, j: cutlass.Constexpr, factor: Float32, chosen: Boolean):
+        """Weigh a row of the own block's result; without that block it is zero, whatever it was."""
+        for n in cutlass.range_constexpr(cute.size(out) // 4):
+            for i in cutlass.range_constexpr(2):
+                x = 4 * n + 2 * j + i
+                out[x] = out[x] * factor if chosen else Float32(0.0)
 
     @cute.jit
     def count(self, blocks: cute.Tensor, query: Int32, unit: Int32, own: Int32, lane: Int32):

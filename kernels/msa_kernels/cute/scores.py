@@ -107,9 +107,10 @@ class Scores:
         layout_q = hopper.operand_layout(dtype, hopper.ROWS, self.proxy_dim, TILES)
         layout_k = hopper.operand_layout(dtype, self.block_size, self.proxy_dim, STAGES)
         load, keys = hopper.block_loads(k, layout_k, (self.block_size, self.proxy_dim))
-        mma = hopper.product_of(dtype, self.block_size)
         tiles = cute.ceil_div(end - begin, self.queries)
-        self.kernel(q, load, keys, first, starts, scores, begin, end, mma, layout_q, layout_k).launch(
+        mma = hopper.product_of(dtype, self.block_size)
+        layouts = layout_q, layout_k
+        self.kernel(q, load, keys, first, starts, scores, begin, end, mma, layouts).launch(
             grid=(self.num_proxy_kv_heads, tiles, 1),
             block=(3 * hopper.WARPGROUP, 1, 1),
             stream=stream,
@@ -128,10 +129,8 @@ class Scores:
         begin: Int32,
         end: Int32,
         mma: cute.TiledMma,
-        layout_q: cute.ComposedLayout,
-        layout_k: cute.ComposedLayout,
+        layouts: tuple,
     ):
-        dtype = hopper.DTYPES[self.dtype]
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         head, tile, _ = cute.arch.block_idx()
@@ -139,42 +138,38 @@ class Scores:
         # Late queries see most blocks: the longest work starts first.
         token = begin + (tiles - 1 - tile) * self.queries
         last = cutlass.min(token + self.queries, end) - 1
-
         memory = cutlass.memory.SmemAllocator()
-        full = memory.allocate_array(Int64, STAGES)
-        empty = memory.allocate_array(Int64, STAGES)
-        s_q = memory.allocate_tensor(dtype, layout_q.outer, byte_alignment=1024, swizzle=layout_q.inner)
-        s_k = memory.allocate_tensor(dtype, layout_k.outer, byte_alignment=1024, swizzle=layout_k.inner)
+        # Buffers of keys: full and empty.
+        bars = memory.allocate_array(Int64, 2 * STAGES)
+        s_q, s_k = (hopper.allocate(memory, self.dtype, layout) for layout in layouts)
         if warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(STAGES):
-                    cute.arch.mbarrier_init(full + i, 1)
-                    cute.arch.mbarrier_init(empty + i, 2 * hopper.WARPGROUP // 32)
+                    cute.arch.mbarrier_init(bars + i, 1)
+                    cute.arch.mbarrier_init(bars + STAGES + i, 2 * hopper.WARPGROUP // 32)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-
         oldest = first[token]
-        own = oldest + (token - starts[oldest]) // self.block_size
-        own_first = first[last]
-        newest = own_first + (last - starts[own_first]) // self.block_size
-        count = newest - oldest + 1
+        count = self.own(first, starts, last) - oldest + 1
         if warp >= 8:
             cute.arch.setmaxregister_decrease(hopper.PRODUCER_REGISTERS)
             if warp == 8:
-                self.produce(load, keys, starts, s_k, full, empty, head, oldest, count)
+                self.produce(load, keys, starts, s_k, bars, head, oldest, count)
         else:
             cute.arch.setmaxregister_increase(hopper.CONSUMER_REGISTERS)
-            threads = 2 * hopper.WARPGROUP
-            rows = TILES * hopper.ROWS
-            hopper.copy_rows(
-                s_q, 0, q, self.proxy_dim, rows, threads, thread, self.group, token, last, head * self.group
-            )
+            rows, threads = TILES * hopper.ROWS, 2 * hopper.WARPGROUP
+            proxy = head * self.group
+            hopper.copy_rows(s_q, 0, q, self.proxy_dim, rows, threads, thread, self.group, token, last, proxy)
             cute.arch.cp_async_wait_group(0)
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=1, number_of_threads=threads)
-            self.consume(
-                first, starts, scores, mma, s_q, s_k, full, empty, thread, token, last, begin, head, oldest, own, count
-            )
+            self.consume(first, starts, scores, mma, s_q, s_k, bars, (token, last, begin, proxy, oldest, count))
+
+    @cute.jit
+    def own(self, first: cute.Tensor, starts: cute.Tensor, token: Int32) -> Int32:
+        """The global id of a token's own block."""
+        oldest = first[token]
+        return oldest + (token - starts[oldest]) // self.block_size
 
     @cute.jit
     def produce(
@@ -183,8 +178,7 @@ class Scores:
         keys: cute.Tensor,
         starts: cute.Tensor,
         s_k: cute.Tensor,
-        full: cute.Pointer,
-        empty: cute.Pointer,
+        bars: cute.Pointer,
         head: Int32,
         oldest: Int32,
         count: Int32,
@@ -195,10 +189,10 @@ class Scores:
         for i in cutlass.range(count, unroll=1):
             stage, phase = hopper.place(i, STAGES)
             start = starts[oldest + i]
-            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+            cute.arch.mbarrier_wait(bars + STAGES + stage, phase ^ 1)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, size)
-            hopper.load_block(load, keys, s_k, shape, start, head, stage, full + stage)
+                cute.arch.mbarrier_arrive_and_expect_tx(bars + stage, size)
+            hopper.load_block(load, keys, s_k, shape, start, head, stage, bars + stage)
 
     @cute.jit
     def consume(
@@ -209,44 +203,33 @@ class Scores:
         mma: cute.TiledMma,
         s_q: cute.Tensor,
         s_k: cute.Tensor,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        thread: Int32,
-        token: Int32,
-        last: Int32,
-        begin: Int32,
-        head: Int32,
-        oldest: Int32,
-        own: Int32,
-        count: Int32,
+        bars: cute.Pointer,
+        work: tuple,
     ):
         """One of two warpgroups: maxima of two tiles of 64 rows for each block."""
-        warpgroup_index = cute.arch.make_warp_uniform(thread // hopper.WARPGROUP)
-        part = mma.get_slice(thread % hopper.WARPGROUP)
+        token, last, begin, proxy, oldest, count = work
+        thread, _, _ = cute.arch.thread_idx()
+        which = cute.arch.make_warp_uniform(thread // hopper.WARPGROUP)
+        part, lane = mma.get_slice(thread % hopper.WARPGROUP), thread % 32
         a = mma.make_fragment_A(part.partition_A(s_q))
         b = mma.make_fragment_B(part.partition_B(s_k))
         shape = mma.partition_shape_C((hopper.ROWS, self.block_size))
         accumulators = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
-        lane = thread % 32
-        within = thread % hopper.WARPGROUP // 32 * 16 + lane // 4
+        base = which * 2 * hopper.ROWS + hopper.row_of(thread)
         # A quad's lanes hold the same four rows: lane j writes the maximum of the j-th.
-        base = warpgroup_index * 2 * hopper.ROWS + within
         row = base + lane % 4 // 2 * hopper.ROWS + lane % 2 * 8
-        query = token + row // self.group
-        valid = query <= last
-        query = cutlass.min(query, last)
-        row_first = first[query]
-        row_own = row_first + (query - starts[row_first]) // self.block_size
-        place = Int64(query - begin) * self.num_proxies + head * self.group + row % self.group
+        query = cutlass.min(token + row // self.group, last)
+        row_first, row_own = first[query], self.own(first, starts, query)
+        place = Int64(query - begin) * self.num_proxies + proxy + row % self.group
+        own = self.own(first, starts, token)
         for i in cutlass.range(count, unroll=1):
             stage, phase = hopper.place(i, STAGES)
-            cute.arch.mbarrier_wait(full + stage, phase)
+            cute.arch.mbarrier_wait(bars + stage, phase)
             for m in cutlass.range_constexpr(2):
-                tile = a[None, None, None, warpgroup_index * 2 + m]
-                hopper.multiply(mma, accumulators[m], tile, b[None, None, None, stage])
+                hopper.multiply(mma, accumulators[m], a[None, None, None, which * 2 + m], b[None, None, None, stage])
             warpgroup.wait_group(1)
             block = oldest + i
-            low, high = Float32(0.0), Float32(0.0)
+            low = Float32(0.0)
             if block >= own:
                 # Only here may a row's own block be, with keys that the row must not see.
                 warpgroup.wait_group(0)
@@ -257,12 +240,12 @@ class Scores:
                 # In a branch, or the compiler would end the second product before it.
                 low = self.maximum(accumulators[0], lane)
             warpgroup.wait_group(0)
-            hopper.arrive_if(lane == 0, empty + stage)
+            hopper.arrive_if(lane == 0, bars + STAGES + stage)
             high = self.maximum(accumulators[1], lane)
-            value = high if lane % 4 >= 2 else low
+            best = (high if lane % 4 >= 2 else low) * (1.0 / math.sqrt(self.proxy_dim))
             line = scores.iterator + (Int64(block - row_first) * scores.shape[1] + place)
-            seen = valid & (block >= row_first) & (block <= row_own)
-            hopper.store_if(seen, line, value * (1.0 / math.sqrt(self.proxy_dim)))
+            seen = (token + row // self.group <= last) & (block >= row_first) & (block <= row_own)
+            hopper.store_if(seen, line, best)
 
     @cute.jit
     def hide_later(self, accumulator: cute.Tensor, start: Int32, token: Int32, row: Int32, lane: Int32):

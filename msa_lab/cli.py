@@ -22,6 +22,8 @@ from msa_lab.config_io import from_dict
 from msa_lab.config_model import ModelConfig
 
 if TYPE_CHECKING:
+    import xarray as xr
+
     from msa_lab.runs import Run
 
 
@@ -114,7 +116,62 @@ def _write_report(runs: list[Run], out: Path) -> None:
 def _report(args: Namespace) -> int:
     from msa_lab.runs import find
 
-    _write_report(list({run.path: run for folder in args.runs for run in find(folder)}.values()), Path(args.out))
+    runs = list({run.path: run for folder in args.runs for run in find(folder)}.values())
+    _write_report(runs, Path(args.out))
+    if args.viewer:
+        from msa_lab.selection_store import FILE
+
+        recorded = [run for run in runs if (run.path / FILE).exists()]
+        if not recorded:
+            raise ValueError("--viewer: none of these runs recorded selections; leave it out, or name one that did")
+        _write_viewer(recorded, Path(args.out).with_name(f"{Path(args.out).stem}-viewer.html"))
+    return 0
+
+
+def _write_viewer(logs: Sequence[Run | xr.Dataset], out: Path) -> None:
+    from msa_analysis.viewer import write_viewer
+
+    print(f"viewer: {write_viewer(logs, out)}")
+
+
+def _analyze(args: Namespace) -> int:
+    from msa_analysis.analyze import analyze, refuse_format, write_tables
+    from msa_analysis.describe import describe
+
+    refuse_format(args.format)
+    measured, skipped = analyze(args.runs)
+    print(describe(measured, skipped), end="\n\n")
+    written = write_tables(measured, skipped, Path(args.out), kind=args.format)
+    print(f"{len(written)} tables: {args.out}")
+    if args.viewer:
+        _write_viewer([item.source.run or item.data for item in measured], Path(args.out) / "viewer.html")
+    return 0
+
+
+def _intervene(args: Namespace) -> int:
+    from msa_analysis.intervene import RULES, cost_table, intervene
+
+    from msa_lab.runs import Run, whole
+
+    wanted = {name: args[name] for name in ("documents", "layers", "proxies", "cache")}
+    table = intervene(Run(Path(args.run)), args.rules or RULES, **wanted)
+    out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with whole(out) as file:
+        table.to_csv(file, index=False)
+    print(cost_table(table).to_string(), end="\n\n")
+    print(f"table: {out}")
+    return 0
+
+
+def _inspect(args: Namespace) -> int:
+    from msa_analysis.inspect import inspect_text, read_text
+
+    from msa_lab.runs import Run
+
+    text = Path(args.text)
+    page = inspect_text(Run(Path(args.run)), read_text(text), Path(args.out), name=text.name, max_mb=args.max_mb)
+    print(f"page: {page}")
     return 0
 
 
@@ -196,6 +253,9 @@ _COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "sweep": _sweep,
     "evaluate": _evaluate,
     "report": _report,
+    "analyze": _analyze,
+    "intervene": _intervene,
+    "inspect": _inspect,
     "budget": _budget,
     "doctor": _doctor,
 }

@@ -23,7 +23,7 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     )
     subcommands = parser.add_subcommands(dest="command", metavar="COMMAND")
     by_name = {}
-    for add_arguments in (_demo, _prepare, _train, _sweep, _evaluate, _report, _budget, _doctor):
+    for add_arguments in _COMMANDS:
         name, text = add_arguments.__name__.strip("_"), str(add_arguments.__doc__)
         by_name[name] = _new_parser(text)
         add_arguments(by_name[name])
@@ -79,6 +79,11 @@ def _cache(parser: ArgumentParser) -> None:
     parser.add_argument("--cache", default="data", help="Folder of prepared corpora.")
 
 
+def _viewer(parser: ArgumentParser, path: str) -> None:
+    text = f"Also write a page on which one clicks through the selections with the text beside them: {path}."
+    parser.add_argument("--viewer", action="store_true", help=text)
+
+
 def _slots(parser: ArgumentParser) -> None:
     text = "Runs at a time; one per GPU, or per core where there is none, if not given."
     parser.add_argument("--slots", type=int | None, default=None, help=text)
@@ -128,6 +133,46 @@ def _report(parser: ArgumentParser) -> None:
     """Write one self-contained HTML file about finished runs: those below the given folders."""
     parser.add_argument("runs", nargs="+", help="Run folders, or folders that hold some.")
     parser.add_argument("--out", default="report.html", help="The file to write.")
+    _viewer(parser, "OUT-viewer.html, without .html in OUT")
+
+
+def _analyze(parser: ArgumentParser) -> None:
+    """Measure what the proxies choose: all metrics as tables, and a summary in plain words.
+
+    Beside each number stands its null, what it would be without the property, and a 95 % interval; what cannot be said
+    is "not defined", with the reason. docs/any_model.md has the keys of files of other models.
+    """
+    text = "Run folders (finished or not), folders that hold some, or .npz and .safetensors files of other models."
+    parser.add_argument("runs", nargs="+", help=text)
+    parser.add_argument("--out", default="tables", help="Folder for the tables, one file a subject.")
+    parser.add_argument("--format", type=Literal["csv", "parquet"], default="csv", help="Kind of file.")
+    _viewer(parser, "OUT/viewer.html")
+
+
+def _intervene(parser: ArgumentParser) -> None:
+    """Put other selections in place of the proxies' own and measure what that costs: weights stay as they are.
+
+    The cost of `shared`, one selection for all proxies of a layer, is what specializing is worth to this model.
+    """
+    parser.add_argument("run", help="A finished run's folder, such as runs/demo/msa-12345678/seed0.")
+    text = "What is put in place; all but own if not given: shared, shared_z, shift, recency, sink_recency, random, "
+    text += "other_document, teacher, own (changes nothing)."
+    parser.add_argument("--rules", nargs="+", default=None, help=text)
+    parser.add_argument("--documents", type=int, default=32, help="Validation rows to score; intervals are over them.")
+    text = "Replace in all layers at once, in each alone, or both ways."
+    parser.add_argument("--layers", type=Literal["all", "each", "both"], default="both", help=text)
+    text = "Replace for all proxies at once, or also for each alone."
+    parser.add_argument("--proxies", type=Literal["all", "each"], default="all", help=text)
+    parser.add_argument("--out", default="interventions.csv", help="The table to write.")
+    _cache(parser)
+
+
+def _inspect(parser: ArgumentParser) -> None:
+    """See what a run's proxies choose in a text of yours: one page that opens offline."""
+    parser.add_argument("run", help="A finished run's folder, such as runs/demo/msa-12345678/seed0.")
+    parser.add_argument("--text", required=True, help="A UTF-8 text file; longer ones are cut to the run's context.")
+    parser.add_argument("--out", default="inspect.html", help="The page to write.")
+    parser.add_argument("--max_mb", type=float, default=50.0, help="Largest size of the page, in megabytes.")
 
 
 def _budget(parser: ArgumentParser) -> None:
@@ -139,3 +184,9 @@ def _budget(parser: ArgumentParser) -> None:
 
 def _doctor(parser: ArgumentParser) -> None:
     """Say what works here: versions, GPU, which kernel paths are usable and why not; exit 1 if parts do not fit."""
+
+
+_COMMANDS = (
+    *(_demo, _prepare, _train, _sweep, _evaluate, _report),
+    *(_analyze, _intervene, _inspect, _budget, _doctor),
+)

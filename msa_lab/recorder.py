@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from msa_kernels import block_scores
 from msa_kernels.selection import row_keys
 from torch import Tensor, nn
@@ -22,15 +22,20 @@ from msa_lab.evaluate import autocast
 from msa_lab.learner import Learner
 from msa_lab.model import Transformer
 from msa_lab.runs import Run
+from msa_lab.selection_layout import REGROUPINGS
 from msa_lab.selection_store import FILE, SelectionStore
 from msa_lab.selections import Seen, never_selected, record, record_steps, selection_rate
-from msa_lab.teacher import at_blocks, block_mass, top_blocks
+from msa_lab.teacher import at_blocks, block_mass, entropy, group_divergence, regrouped_divergence, top_blocks
 
 if TYPE_CHECKING:
     from msa_lab.data import Data
 
 QUERIES = 4096
 """Queries of a row whose scores and masses of all blocks are held at one time."""
+PER_QUERY_BLOCK = ("newest_mass", "divergence", "entropy", "regrouped_divergence")
+"""What is recorded as the mean over the recorded queries of a block."""
+LAST = ("head_teacher", "head_teacher_mass", "regrouped_divergence")
+"""What only the last record holds."""
 
 
 @torch.no_grad()
@@ -44,7 +49,8 @@ def observe(
     rows: int = 1,
     heads: bool = False,
 ) -> dict[str, np.ndarray]:
-    """What `open_selections` describes, for the model as it is: name to (layer, document, proxy, query, slot).
+    """What `open_selections` describes, for the model as it is: name to (layer, document, proxy, query, slot), or
+    (layer, document, proxy, query_block, ...) for `newest_mass`, `divergence` and `entropy`.
 
     Args:
         model: An uncompiled model in the mode and precision that it is to be seen in.
@@ -53,7 +59,8 @@ def observe(
         sparse: False for would-be choices of the warm-up phase (in eval mode).
         draw: A number per document for random layers.
         rows: Documents per forward.
-        heads: Also `head_teacher` and `head_teacher_mass`, (layer, document, head, query, slot).
+        heads: Also `head_teacher` and `head_teacher_mass`, (layer, document, head, query, slot), and
+            `regrouped_divergence`, (layer, document, regrouping, query_block).
 
     Raises:
         ValueError: A layer's selection has a number of proxies that does not divide the config's.
@@ -80,8 +87,24 @@ def _describe(seen: Seen, config: RunConfig, heads: bool) -> dict[str, np.ndarra
         )
     ranges = [(start, min(start + QUERIES, sequence)) for start in range(0, sequence, QUERIES)]
     parts = [_describe_queries(seen, config, heads, queries) for queries in ranges]
-    stride = config.selections.query_stride
-    return {name: torch.cat([p[name] for p in parts], 2)[:, :, ::stride].cpu().numpy() for name in parts[0]}
+    stride, size = config.selections.query_stride, config.model.block_size
+    own = torch.arange(sequence, device=seen.selection.blocks.device)[::stride] // size
+    found = {}
+    for name in parts[0]:
+        values = torch.cat([part[name] for part in parts], 2)[:, :, ::stride]
+        if name in PER_QUERY_BLOCK:
+            values = _by_query_block(values, own, -(-sequence // size))
+        found[name] = values.cpu().numpy()
+    return found
+
+
+def _by_query_block(
+    values: Float[Tensor, "batch group query *rest"], own: Int64[Tensor, " query"], count: int
+) -> Float[Tensor, "batch group query_block *rest"]:
+    """Mean over the queries of each block; NaN where there is none."""
+    total = values.new_zeros(*values.shape[:2], count, *values.shape[3:]).index_add_(2, own, values)
+    queries = torch.bincount(own, minlength=count).to(values.dtype)
+    return total / queries.masked_fill(queries == 0, torch.nan).view(-1, *[1] * (values.ndim - 3))
 
 
 def _describe_queries(seen: Seen, config: RunConfig, heads: bool, queries: tuple[int, int]) -> dict[str, Tensor]:
@@ -113,9 +136,14 @@ def _describe_queries(seen: Seen, config: RunConfig, heads: bool, queries: tuple
     mass = by_head.unflatten(1, (groups, -1)).mean(2)
     teacher = top_blocks(mass, **rules).blocks
     found |= {"mass": at_blocks(mass, selected), "teacher": teacher, "teacher_mass": at_blocks(mass, teacher)}
+    newest = torch.arange(*queries, device=mass.device)[:, None] // model.block_size
+    newest = (newest - torch.arange(model.top_k_blocks, device=mass.device)).expand(*mass.shape[:2], -1, -1)
+    found |= {"newest_mass": at_blocks(mass, newest).nan_to_num()}
+    found |= {"divergence": group_divergence(by_head, groups), "entropy": entropy(mass)}
     if heads:
         own = top_blocks(by_head, **rules).blocks
         found |= {"head_teacher": own, "head_teacher_mass": at_blocks(by_head, own)}
+        found |= {"regrouped_divergence": regrouped_divergence(by_head, groups, REGROUPINGS)}
     return found
 
 
@@ -166,8 +194,9 @@ class SelectionRecorder(L.Callback):
         if store is None or step not in self.steps or step in store.steps:
             return
         with learner.clock.paused():
-            values = self._observe(learner, step)
-            heads = {name: values.pop(name) for name in list(values) if name.startswith("head_")}
+            # A log that older code began has no room for what is recorded since.
+            values = {name: value for name, value in self._observe(learner, step).items() if name in store.arrays}
+            heads = {name: values.pop(name) for name in LAST if name in values}
             store.append(step, "sparse" if self._sparse(learner) else "warmup", values)
             if heads:
                 store.write_heads(step, heads)

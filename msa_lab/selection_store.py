@@ -15,22 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zarr
-from zarr.codecs import BloscCodec, Crc32cCodec
 
 from msa_lab.config import RunConfig
 from msa_lab.config_io import config_hash
-from msa_lab.environment import code_version
 from msa_lab.runs import Run
+from msa_lab.selection_layout import DIMS, PHASES, dims, make, num_blocks, per_record
 
 if TYPE_CHECKING:
     import xarray as xr
 
 FILE = "selections.zarr"
-PHASES = ("warmup", "sparse")
-DIMS = ("step", "layer", "document", "proxy", "query", "slot")
-HEAD_DIMS = ("layer", "document", "head", "query", "slot")
-LARGEST_CHUNK = 2**31
-"""Bytes that the compressor takes at once."""
+LAST_ONLY = ("head_teacher", "head_teacher_mass", "head_step", "regrouped_divergence")
+"""What `write_heads` stores, of one record."""
 
 
 class SelectionStore:
@@ -64,7 +60,7 @@ class SelectionStore:
         partial = path.with_name(f".{path.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
-            _make(partial, config, documents, tokens)
+            make(partial, config, documents, tokens)
             shutil.rmtree(path, ignore_errors=True)
             partial.replace(path)
         except OSError as error:
@@ -94,6 +90,8 @@ class SelectionStore:
     def append(self, step: int, phase: str, values: Mapping[str, np.ndarray]) -> None:
         """Add the record of one step: variable name to (layer, document, proxy, query, slot).
 
+        `newest_mass`, `divergence` and `entropy`, means over the queries of a block, may be left out: NaN then.
+
         Raises:
             ValueError: A step not after the last one, no room, a variable missing or of another shape, or a block id
                 that does not fit.
@@ -104,14 +102,16 @@ class SelectionStore:
             raise ValueError(f"step={step}: the log already holds step {self.steps[-1]}; records only go forward")
         if index == self.arrays["step"].shape[0]:
             raise ValueError(f"{self.path}: has room for {index} records, all taken; raise selections.records")
-        names = [name for name, array in self.arrays.items() if _dims(array) == DIMS]
-        if phase not in PHASES or set(values) != set(names):
+        names = [name for name, array in self.arrays.items() if per_record(array)]
+        needed = {name for name in names if dims(self.arrays[name]) == DIMS}
+        if phase not in PHASES or not needed <= set(values) <= set(names):
             raise ValueError(
-                f"phase={phase!r}, variables {sorted(values)}: must be one of {PHASES} and {sorted(names)}"
+                f"phase={phase!r}, variables {sorted(values)}: must be one of {PHASES} and {sorted(needed)}"
             )
         try:
             for name in names:
-                self._write(name, values[name], index)
+                held = values[name] if name in values else np.full(self.arrays[name].shape[1:], np.nan)
+                self._write(name, held, index)
             codes = self.arrays["phase"]
             codes[:] = np.where(np.arange(codes.shape[0]) == index, PHASES.index(phase), np.asarray(codes[:]))
             self.steps.append(step)
@@ -121,7 +121,8 @@ class SelectionStore:
             raise _disk_error(self.path, f"record the selections of step {step}", error) from None
 
     def write_heads(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        """Store `head_teacher` and `head_teacher_mass`, (layer, document, head, query, slot), as of the record `step`.
+        """Store `head_teacher` and `head_teacher_mass`, (layer, document, head, query, slot), as of the record `step`;
+        and `regrouped_divergence`, (layer, document, regrouping, query_block), where it is given.
 
         Raises:
             OSError: The disk refused; the records stay whole.
@@ -139,7 +140,7 @@ class SelectionStore:
         if value.shape != shape:
             raise ValueError(f"{name} has shape {value.shape}; it must be {shape}")
         if array.dtype == np.int16:
-            least, most, blocks = int(value.min()), int(value.max()), _num_blocks(self.attrs)
+            least, most, blocks = int(value.min()), int(value.max()), num_blocks(self.attrs)
             if least < -1 or most >= blocks:
                 raise ValueError(f"{name} holds block ids {least} to {most}; they must be -1 to {blocks - 1}")
         array[... if index is None else index] = value.astype(array.dtype)
@@ -155,9 +156,13 @@ def open_selections(run: Run | str | Path) -> xr.Dataset:
     Dims (step, layer, document, proxy, query, slot). `selected`: block ids, ascending, then -1. `score`: the proxy's
     score of each. `mass`: the share of the group's dense attention on it (same weights). `teacher`, `teacher_mass`: the
     group's own top blocks by that share. `head_teacher`, `head_teacher_mass` (layer, document, head, query, slot): each
-    head's, at the last record. `tokens` (document, token): the probe documents. Scores and masses are float16, NaN
-    where there is no block; a layer without proxies has no scores, and a choice that serves several groups appears
-    once for each. Coordinate `phase` tells would-be choices of the warm-up from those that were used.
+    head's, at the last record. By query block, means over its recorded queries: `newest_mass` (..., distance), the
+    group's dense mass of the blocks at distance 0 to top_k_blocks - 1; `divergence`, of the group's heads
+    (`teacher.group_divergence`); `entropy`, of the group's dense mass by block; at the last record
+    `regrouped_divergence` (layer, document, regrouping, query_block), that of random groups; logs from before these
+    lack them. `tokens` (document, token): the probe documents. Scores and masses are float16, NaN where there is no
+    block; a layer without proxies has no scores, and a choice that serves several groups appears once for each.
+    Coordinate `phase` tells would-be choices of the warm-up from those that were used.
 
     Args:
         run: A run, its folder, or the path of a log.
@@ -176,7 +181,7 @@ def open_selections(run: Run | str | Path) -> xr.Dataset:
     phase = np.array(PHASES)[data["phase"].values]
     if "head_step" in data:
         stale = not steps or int(data["head_step"]) != steps[-1]
-        data = data.drop_vars([n for n in data.variables if str(n).startswith("head_") and (stale or n == "head_step")])
+        data = data.drop_vars([n for n in LAST_ONLY if n in data and (stale or n == "head_step")])
     coords = {"layer": attrs.pop("layers"), "document": np.array(attrs.pop("documents"), dtype=object)}
     queries = np.arange(0, attrs["context_length"], attrs["query_stride"])
     return data.assign_attrs(attrs).assign_coords(
@@ -190,67 +195,6 @@ def open_selections(run: Run | str | Path) -> xr.Dataset:
     )
 
 
-def _attributes(config: RunConfig, documents: Sequence[str]) -> dict[str, Any]:
-    model = config.model
-    attrs: dict[str, Any] = {
-        "block_size": model.block_size,
-        "top_k_blocks": model.top_k_blocks,
-        "num_local_blocks": model.num_local_blocks,
-        "num_sink_blocks": model.num_sink_blocks,
-        "num_query_heads": model.num_query_heads,
-        "num_proxies": model.num_proxies,
-        "context_length": config.data.context_length,
-        "query_stride": config.selections.query_stride,
-        "layers": [i for i, kind in enumerate(model.attention_kinds) if kind != "dense"],
-        "documents": list(documents),
-        "tokenizer": _tokenizer(config),
-        "first_step": config.train.fork_step,
-        "config_hash": config_hash(config),
-        "code_version": code_version(),
-    }
-    if _num_blocks(attrs) > np.iinfo(np.int16).max + 1:
-        raise ValueError(
-            f"model.block_size={model.block_size}: makes {_num_blocks(attrs)} blocks of {config.data.context_length} "
-            f"tokens, and the log numbers at most 32768; try {-(-config.data.context_length // 32768)}"
-        )
-    return attrs
-
-
-def _make(path: Path, config: RunConfig, documents: Sequence[str], tokens: np.ndarray) -> None:
-    model, wanted, attrs = config.model, config.selections, _attributes(config, documents)
-    queries = len(range(0, config.data.context_length, wanted.query_stride))
-    shape = (wanted.records, len(attrs["layers"]), len(documents), model.num_proxies, queries, model.top_k_blocks)
-    heads = (*shape[1:3], model.num_query_heads, *shape[4:])
-    if (largest := 2 * int(np.prod(heads))) >= LARGEST_CHUNK:
-        stride = wanted.query_stride * (largest // LARGEST_CHUNK + 1)
-        raise ValueError(f"selections.query_stride={wanted.query_stride}: a record has {largest} bytes; try {stride}")
-    group = zarr.create_group(path, attributes=attrs)
-    made: dict[str, tuple[str, float, tuple[str, ...], tuple[int, ...]]] = {
-        "selected": ("int16", -1, DIMS, shape),
-        "score": ("float16", np.nan, DIMS, shape),
-        "step": ("int64", -1, ("step",), shape[:1]),
-        "phase": ("uint8", 0, ("step",), shape[:1]),
-        "tokens": ("uint32", 0, ("document", "token"), tokens.shape),
-    }
-    if wanted.teacher:
-        made |= dict.fromkeys(("mass", "teacher_mass"), ("float16", np.nan, DIMS, shape))
-        made |= {"teacher": ("int16", -1, DIMS, shape), "head_teacher": ("int16", -1, HEAD_DIMS, heads)}
-        made |= {"head_teacher_mass": ("float16", np.nan, HEAD_DIMS, heads), "head_step": ("int64", -1, (), ())}
-    arrays = {}
-    for name, (dtype, fill, dims, size) in made.items():
-        arrays[name] = group.create_array(
-            name,
-            shape=size,
-            chunks=(1, *size[1:]) if dims == DIMS else size,
-            dtype=dtype,
-            fill_value=fill,
-            dimension_names=dims,
-            compressors=[BloscCodec(cname="zstd", clevel=3, shuffle="bitshuffle"), Crc32cCodec()],
-            attributes={"flag_values": [0, 1], "flag_meanings": " ".join(PHASES)} if name == "phase" else {},
-        )
-    arrays["tokens"][:] = tokens.astype(np.uint32)
-
-
 def _steps(path: Path, arrays: Mapping[str, zarr.Array]) -> list[int]:
     """Steps of the whole records; a warning names a last one whose files are torn or lost."""
     steps = [int(step) for step in np.asarray(arrays["step"][:]) if step >= 0]
@@ -260,26 +204,13 @@ def _steps(path: Path, arrays: Mapping[str, zarr.Array]) -> list[int]:
 
 
 def _whole(folder: Path, array: zarr.Array, index: int) -> bool:
-    if _dims(array) != DIMS:
+    if not per_record(array):
         return True
     chunk = folder / array.metadata.encode_chunk_key((index,) + (0,) * (array.ndim - 1))
     try:
         return chunk.exists() and array[index] is not None
     except (ValueError, RuntimeError):
         return False
-
-
-def _dims(array: zarr.Array) -> tuple[str | None, ...]:
-    return tuple(getattr(array.metadata, "dimension_names", None) or ())
-
-
-def _num_blocks(attrs: Mapping[str, Any]) -> int:
-    return -(-attrs["context_length"] // attrs["block_size"])
-
-
-def _tokenizer(config: RunConfig) -> str:
-    words = "bytes" if config.data.tokenizer == "bytes" else "tokenizer.json"
-    return "recall" if config.data.source == "recall" else words
 
 
 def _find(run: Run | str | Path) -> Path:

@@ -85,6 +85,34 @@ def top_blocks(
     )
 
 
+def group_divergence(
+    by_head: Float[Tensor, "batch head query block"], num_groups: int
+) -> Float[Tensor, "batch group query"]:
+    """Generalised Jensen-Shannon divergence, in nats, of the heads of each group of adjacent ones: 0 to log(heads).
+
+    Entropy of the heads' mean distribution minus the mean of their entropies: what the mean of the KL divergences of
+    the single heads to any one distribution exceeds the KL of their mean to it by, on distributions over blocks.
+    """
+    groups = by_head.unflatten(1, (num_groups, -1))
+    return (entropy(groups.mean(2)) - entropy(by_head).unflatten(1, (num_groups, -1)).mean(2)).clamp(min=0)
+
+
+def regrouped_divergence(
+    by_head: Float[Tensor, "batch head query block"], num_groups: int, regroupings: int
+) -> Float[Tensor, "batch regrouping query"]:
+    """`group_divergence`, mean over groups, for the heads in so many random orders, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    orders = [torch.randperm(by_head.shape[1], generator=generator) for _ in range(regroupings)]
+    # One at a time: each holds as much as the teacher's masses do.
+    drawn = [group_divergence(by_head[:, order.to(by_head.device)], num_groups).mean(1) for order in orders]
+    return torch.stack(drawn, 1)
+
+
+def entropy(shares: Float[Tensor, "*lead block"]) -> Float[Tensor, "*lead"]:
+    """Entropy of a distribution over blocks, in nats."""
+    return -torch.special.xlogy(shares, shares).sum(-1)
+
+
 def at_blocks(
     values: Float[Tensor, "batch proxy query block"], blocks: Int32[Tensor, "batch proxy query slot"]
 ) -> Float[Tensor, "batch proxy query slot"]:

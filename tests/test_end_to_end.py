@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 import pytest
 from nbclient import NotebookClient
 
+from msa_lab.cli import main
 from msa_lab.runs import find
 
 pytestmark = pytest.mark.xdist_group("study")  # its study is trained once, not once a worker
@@ -32,8 +34,9 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def execute(notebook: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> nbformat.NotebookNode:
+def execute(notebook: Path, runs: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> nbformat.NotebookNode:
     monkeypatch.setenv("MSA_LAB_RUNS", str(runs))
+    monkeypatch.setenv("MSA_LAB_DATA", str(data))
     node = nbformat.read(notebook, as_version=4)
     NotebookClient(node, timeout=200, resources={"metadata": {"path": str(notebook.parent)}}).execute()
     return node
@@ -82,9 +85,32 @@ def test_a_finished_study_is_not_trained_again(study: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in (study / "runs").rglob("result.json")} == before
 
 
+def test_the_instruments_commands_work_on_a_study(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = next((study / "runs").glob("tiny/msa-*/seed0"))
+    (tmp_path / "mine.txt").write_text("a text of mine, <b>not</b> the corpus'. " * 9)
+    for command in (
+        ["analyze", study / "runs", "--out", tmp_path / "tables", "--viewer"],
+        ["intervene", run, "--rules", "shared", "recency", "--documents", "4", "--out", tmp_path / "costs.csv"],
+        ["inspect", run, "--text", tmp_path / "mine.txt", "--out", tmp_path / "mine.html"],
+        ["report", run, "--out", tmp_path / "report.html", "--viewer"],
+    ):
+        more = ["--cache", study / "data"] if command[0] == "intervene" else []
+        assert main([str(word) for word in [*command, *more]]) == 0, command
+    printed = capsys.readouterr().out
+    assert "finds its heads' blocks" in printed
+    assert "not measured: tiny/dense" in printed
+    assert re.search(r"^shared +\S+ \(", printed, re.MULTILINE)
+    tables = {path.stem: pd.read_csv(path) for path in (tmp_path / "tables").glob("*.csv")}
+    assert set(tables["runs"]["arm"].str.slice(0, 8)) == {"tiny/ste", "tiny/msa", "tiny/den", "tiny/win"}
+    assert set(pd.read_csv(tmp_path / "costs.csv")["rule"]) == {"shared", "recency"}
+    for page in ("tables/viewer.html", "mine.html", "report-viewer.html"):
+        html = (tmp_path / page).read_text()
+        assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//|@import|<b>not""", html), page
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(notebook: Path, study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = execute(notebook, study / "runs", monkeypatch)
+    node = execute(notebook, study / "runs", study / "data", monkeypatch)
     pictures = [o for cell in node.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
     assert pictures
 
@@ -104,4 +130,4 @@ def test_the_real_demo_and_its_notebooks(tmp_path: Path, monkeypatch: pytest.Mon
     html = (runs / "demo" / "report.html").read_text()
     assert "undertrained" not in html.lower()
     for notebook in NOTEBOOKS:
-        execute(notebook, runs / "demo", monkeypatch)
+        execute(notebook, runs / "demo", tmp_path / "data", monkeypatch)

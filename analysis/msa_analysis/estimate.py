@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -10,13 +9,61 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from msa_analysis.statistics import MIN_DOCUMENTS, jackknife
-from msa_analysis.tally import totals
+from msa_analysis.choices import bin_label, position_label
+from msa_analysis.statistics import MIN_DOCUMENTS, jackknife, jackknife_square, rests_on_few
+from msa_analysis.tally import tally, totals
 
 Statistic = Callable[[xr.Dataset], xr.DataArray]
-TEACHER = re.compile("teacher|recall|heads|excess_recency")
-"""Metrics that need the teacher's blocks."""
 LABELS = ("step", "phase", "layer", "proxy", "other")
+NUMBERS = ["value", "low", "high"]
+RUN = ("layer", "proxy")
+"""Pool over these for one number a run."""
+NO_SLOTS = "no learned slots"
+NO_TEACHER = "no teacher blocks in these rows"
+NO_HEADS = "the log holds no single heads of its last record"
+NO_MASS = "the log holds no attention mass here"
+NO_NEWEST = "the log holds no mass of the newest blocks"
+
+
+def tallied(data: xr.Dataset, *names: str, optional: Sequence[str] = ()) -> xr.Dataset:
+    """The sums of these names (optional ones where there are), and the slots, of a selection Dataset or its tally."""
+    sums = tally(data) if "selected" in data else data
+    return sums[["slots", *names, *(name for name in optional if name in sums)]]
+
+
+def ratio(above: str, below: str, *, over: Sequence[str] = (), **choice: str) -> Statistic:
+    """One sum over another, each summed over `over`; `choice` picks a label of a dimension, such as source="proxy"."""
+
+    def part(sums: xr.Dataset, name: str) -> xr.DataArray:
+        array = sums[name]
+        array = array.sel({dim: label for dim, label in choice.items() if dim in array.dims}, drop=True)
+        return array.sum([dim for dim in over if dim in array.dims], skipna=False)
+
+    def statistic(sums: xr.Dataset) -> xr.DataArray:
+        below_ = part(sums, below)
+        return part(sums, above) / below_.where(below_ > 0)
+
+    return statistic
+
+
+def zero(of: Statistic) -> Statistic:
+    """The null of a difference: 0 wherever the statistic is defined."""
+    return lambda sums: 0 * of(sums)
+
+
+def difference(first: Statistic, second: Statistic) -> Statistic:
+    """The one minus the other."""
+    return lambda sums: first(sums) - second(sums)
+
+
+def rescaled(of: Statistic, reference: Statistic) -> Statistic:
+    """(of - reference) / (1 - reference): 0 at the reference, 1 at the most; not defined where the reference is 1."""
+
+    def statistic(sums: xr.Dataset) -> xr.DataArray:
+        base = reference(sums)
+        return (of(sums) - base) / (1 - base).where(1 - base > 1e-9)
+
+    return statistic
 
 
 def estimate(
@@ -27,31 +74,58 @@ def estimate(
     null: Statistic,
     pool: Sequence[str] = (),
     correct_bias: bool = False,
+    squares: float | None = None,
+    rate: Statistic | None = None,
+    absent: str = NO_SLOTS,
 ) -> pd.DataFrame:
-    """Value, jackknife interval and null of a statistic, as rows."""
-    held = sums["slots"].sel(source="proxy").sum([d for d in sums["slots"].dims if d not in ("document", "source")])
+    """Value, jackknife interval and null of a statistic, as rows; `absent` says why a number may be missing.
+
+    `correct_bias` takes from the value what is proportional to 1/documents; `squares` does too, for a statistic that is
+    a sum of squares near 0, of so many degrees of freedom (`jackknife_square`). `rate` is the share of cases behind the
+    statistic: at exactly 0 or 1, or where hardly any document has a case, the interval is not defined.
+    """
+    slots = sums["slots"].sel(source="proxy").sum([d for d in sums["slots"].dims if d not in ("document", "source")])
     # Labels are put aside meanwhile: aligning them costs more than the arithmetic.
     labels = {name: sums[name] for name in LABELS if name in sums.coords}
-    sums = sums.drop_vars([*labels, "document"], errors="ignore").isel(document=np.flatnonzero(held.values > 0))
+    sums = sums.drop_vars([*labels, "document"], errors="ignore").isel(document=np.flatnonzero(slots.values > 0))
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)
         whole, without = totals(sums)
         numbers = [statistic(whole), statistic(without), null(whole)]
         over = [dim for dim in pool if dim in numbers[0].dims]
         value, left_out, reference = (number.mean(over, skipna=True) for number in numbers)
-        value, low, high = jackknife(value, left_out, correct_bias=correct_bias)
-    table = xr.Dataset({"value": value, "low": low, "high": high, "null": reference})
-    table = table.assign_coords({name: label for name, label in labels.items() if set(label.dims) <= set(table.dims)})
-    frame = table.drop_vars("source", errors="ignore").to_dataframe().reset_index()
+        if squares is None:
+            value, low, high = jackknife(value, left_out, correct_bias=correct_bias)
+        else:
+            value, low, high = jackknife_square(value, left_out, degrees=squares)
+        bare, few = _sparse(None if rate is None else rate(whole).mean(over, skipna=True), left_out)
+    low, high = low.where(~(bare | few)), high.where(~(bare | few))
+    held = xr.Dataset({"value": value, "low": low, "high": high, "null": reference, "bare": bare})
+    held = held.assign_coords({name: label for name, label in labels.items() if set(label.dims) <= set(held.dims)})
+    frame = held.drop_vars("source", errors="ignore").to_dataframe().reset_index()
     frame.insert(0, "metric", metric)
-    return _explained(frame, sums.sizes["document"], correct_bias)
+    if "bin" in frame:
+        frame["distance"] = frame["bin"].map(bin_label)
+    if "position" in frame:
+        frame["blocks"] = frame["position"].map(lambda part: position_label(part, sums.attrs["num_blocks"]))
+    return _explained(frame, sums.sizes["document"], correct_bias or squares is not None, absent)
 
 
-def _explained(frame: pd.DataFrame, documents: int, correct_bias: bool) -> pd.DataFrame:
+def _sparse(share: xr.DataArray | None, left_out: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
+    """Where a rate is 0 or 1, and where its variance rests on a document or two; nowhere for what is no rate."""
+    if share is None:
+        nowhere = xr.zeros_like(left_out.any("document"), dtype=bool)
+        return nowhere, nowhere
+    return (share <= 1e-12) | (share >= 1 - 1e-12), rests_on_few(left_out)
+
+
+def _explained(frame: pd.DataFrame, documents: int, correct_bias: bool, absent: str) -> pd.DataFrame:
     """With the number of documents, and the reason of every number that is not defined."""
     frame["documents"], frame["reason"] = documents, ""
-    absent = "no teacher blocks in these rows" if TEACHER.search(frame["metric"].iloc[0]) else "no learned slots"
     frame.loc[frame["low"].isna(), "reason"] = absent
+    few = "the interval would rest on fewer than two documents"
+    frame.loc[frame["low"].isna() & frame["value"].notna(), "reason"] = few
+    frame.loc[frame.pop("bare").astype(bool), "reason"] = "0 or 1 in every document: no interval"
     if documents < MIN_DOCUMENTS:
         frame["reason"] = f"{documents} documents: an interval needs {MIN_DOCUMENTS}"
         if correct_bias:
@@ -59,3 +133,8 @@ def _explained(frame: pd.DataFrame, documents: int, correct_bias: bool) -> pd.Da
     if documents == 0:
         frame["reason"] = "no query sees enough blocks to have a choice"
     return frame
+
+
+def table(*parts: pd.DataFrame) -> pd.DataFrame:
+    """One table of several."""
+    return pd.concat(parts, ignore_index=True)

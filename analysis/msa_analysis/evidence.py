@@ -15,6 +15,7 @@ import pandas as pd
 import xarray as xr
 
 from msa_analysis import quality, specialization
+from msa_analysis.logs import read_log
 from msa_analysis.statistics import t_interval
 from msa_analysis.tally import tally
 from msa_lab.runs import Run, find
@@ -38,7 +39,9 @@ class Evidence:
     runs: list[Run]
     table: pd.DataFrame
     selected: dict[str, Selected]
-    """By run folder; runs without proxies or without a log are missing."""
+    """By run folder; runs of which nothing can be measured are missing."""
+    unmeasured: dict[str, str]
+    """By run folder: why nothing could be measured, of runs that have proxies."""
 
     @property
     def labels(self) -> dict[str, str]:
@@ -79,20 +82,20 @@ def collect(runs: Evidence | Sequence[Run] | str | Path) -> Evidence:
         raise ValueError("runs=[]: nothing to report; train a run first")
     table = quality.table(runs)
     labels = {row.run: f"{row.arm}, seed {row.seed}" for row in table.itertuples()}
-    logs = {str(run.path): _selected(run, labels[str(run.path)]) for run in runs}
-    return Evidence(runs, table, {path: item for path, item in logs.items() if item is not None})
+    selected: dict[str, Selected] = {}
+    unmeasured: dict[str, str] = {}
+    for run in runs:
+        if "msa" in run.config.model.attention_kinds:
+            try:
+                data = read_log(run)
+            except ValueError as error:
+                unmeasured[str(run.path)] = str(error)
+            else:
+                selected[str(run.path)] = _selected(data, labels[str(run.path)])
+    return Evidence(runs, table, selected, unmeasured)
 
 
-def _selected(run: Run, label: str) -> Selected | None:
-    from msa_lab.selections import open_selections
-
-    kinds = run.config.model.attention_kinds
-    if "msa" not in kinds or not (run.path / "selections.zarr").exists():
-        return None
-    data = open_selections(run)
-    data = data.isel(layer=np.flatnonzero([kinds[layer] == "msa" for layer in data["layer"].values]))
-    if data.sizes["step"] == 0:
-        return None
+def _selected(data: xr.Dataset, label: str) -> Selected:
     sums = tally(data)
     history = specialization.dynamics(sums)
     return Selected(label, data, sums, specialization.summary(sums, history=history), history)

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 import xarray as xr
-from jaxtyping import Float
+from jaxtyping import Float, Int
+
+LEAST = float(np.log(20))
+"""Log of the fewest labellings whose p-values can reach 0.05."""
 
 
 def information(counts: xr.DataArray, of: str = "proxy") -> xr.DataArray:
@@ -24,35 +27,92 @@ def _plug_in(counts: Float[np.ndarray, "*lead label bin"]) -> Float[np.ndarray, 
     return terms.sum((-2, -1))
 
 
-def eta_squared(sums: xr.Dataset) -> xr.DataArray:
-    """Between-proxy share of the variance of log2 distance (slots with distance >= 1), plug-in."""
-    own = sums.sel(source="proxy", drop=True)
-    count, first, second = own["log_slots"], own["log_distance"], own["log_distance2"]
-    centre = first.sum("proxy") ** 2 / count.sum("proxy")
-    between = (first**2 / count.where(count > 0)).sum("proxy") - centre
-    spread = second.sum("proxy") - centre
-    return between / spread.where(spread > 1e-9)
+def moments(sums: xr.Dataset) -> xr.DataArray:
+    """Number, sum and sum of squares of the proxies' log2 distances (slots with distance >= 1), by `moment`."""
+    names = ("log_slots", "log_distance", "log_distance2")
+    return xr.concat([sums[name].sel(source="proxy", drop=True) for name in names], "moment")
 
 
-def permuted(sums: xr.Dataset, pool: Sequence[str], permutations: int) -> pd.DataFrame:
-    """The plug-in information and what it is when proxies are relabelled within documents."""
-    bins = sums["bins"].sel(source="proxy", drop=True).transpose("step", "layer", "document", "proxy", "bin")
-    plug_in = information(bins.sum("document"))
+def eta_squared(of: xr.DataArray) -> xr.DataArray:
+    """Between-proxy share of the variance of log2 distance, plug-in, from its `moments`."""
+    return xr.apply_ufunc(_eta_squared, of, input_core_dims=[["proxy", "moment"]])
+
+
+def _eta_squared(of: Float[np.ndarray, "*lead proxy moment"]) -> Float[np.ndarray, "*lead"]:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        count, first, second = np.moveaxis(of, -1, 0)
+        centre = first.sum(-1) ** 2 / count.sum(-1)
+        between = np.where(count > 0, first**2 / count, 0).sum(-1) - centre
+        spread = second.sum(-1) - centre
+        return np.where(spread > 1e-9, between / spread, np.nan)
+
+
+def proxy_divergence(counts: xr.DataArray) -> xr.DataArray:
+    """Plug-in Kullback-Leibler divergence, in bits, of each proxy's distances from those of all proxies together.
+
+    Its mean over proxies, weighted by their slots, is the mutual information.
+    """
+    return xr.apply_ufunc(_divergence, counts, input_core_dims=[["proxy", "bin"]], output_core_dims=[["proxy"]])
+
+
+def _divergence(counts: Float[np.ndarray, "*lead proxy bin"]) -> Float[np.ndarray, "*lead proxy"]:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        own = counts / counts.sum(-1, keepdims=True)
+        everyone = counts.sum(-2, keepdims=True) / counts.sum((-2, -1), keepdims=True)
+        terms = np.where(own > 0, own * np.log2(own / everyone), 0 * own)
+    return terms.sum(-1)
+
+
+def grouped_information(
+    head_bins: xr.DataArray, order: Int[np.ndarray, "layer regrouping head"], groups: int
+) -> xr.DataArray:
+    """Plug-in information between groups of heads and distance, by `regrouping`: heads in that order, cut equally."""
+    bins = head_bins.transpose("layer", ..., "head", "bin")
+    found = []
+    for draw in range(order.shape[1]):
+        place = order[:, draw].reshape(len(order), *[1] * (bins.ndim - 3), -1, 1)
+        drawn = np.take_along_axis(bins.values, np.broadcast_to(place, (*bins.shape[:-1], 1)), -2)
+        found.append(_plug_in(drawn.reshape(*bins.shape[:-2], groups, -1, bins.shape[-1]).sum(-2)))
+    return xr.DataArray(np.stack(found, -1), dims=(*bins.dims[:-2], "regrouping"))
+
+
+def degrees(counts: xr.DataArray, of: str = "proxy", *, one: bool = False) -> float:
+    """Degrees of freedom of plug-in information between `of` and the bins that are ever used; of one label of them."""
+    used = int((counts.sum([dim for dim in counts.dims if dim != "bin"]) > 0).sum())
+    return float(max((1 if one else counts.sizes[of] - 1) * (used - 1), 1))
+
+
+MEASURES = {"information": (_plug_in, "bin", False), "divergence": (_divergence, "bin", True)}
+MEASURES |= {"eta_squared": (_eta_squared, "moment", False)}
+"""How a table by proxy and the named dimension is measured, and whether each proxy has a number of its own."""
+
+
+def permuted(counts: xr.DataArray, measure: str, pool: Sequence[str], permutations: int) -> pd.DataFrame:
+    """The plug-in value of one of MEASURES, and what it is when proxies are relabelled within documents."""
+    function, last, each = MEASURES[measure]
+    dims = ("step", "layer", "proxy") if each else ("step", "layer")
+    counts = counts.transpose("step", "layer", "document", "proxy", last)
+    coords = {name: counts[name] for name in dims if name in counts.coords}
+    plug_in = xr.DataArray(function(counts.values.sum(2)), dims=dims, coords=coords)
     rng = np.random.default_rng(0)
-    drawn = [_relabelled(bins.values, rng) for _ in range(permutations)] or [np.full(plug_in.shape, np.nan)]
-    null = xr.DataArray(np.stack(drawn), dims=("draw", *plug_in.dims), coords=plug_in.coords)
+    drawn = [function(_relabelled(counts.values, rng)) for _ in range(permutations)]
+    null = xr.DataArray(np.stack(drawn or [np.full(plug_in.shape, np.nan)]), dims=("draw", *dims), coords=coords)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(Mean of empty|All-NaN) slice", RuntimeWarning)
         plug_in, null = (array.mean(list(pool), skipna=True) for array in (plug_in, null))
-        table = {"plug_in": plug_in, "null_mean": null.mean("draw"), "null_high": null.quantile(0.95, "draw")}
+        held = {"plug_in": plug_in, "null_mean": null.mean("draw"), "null_high": null.quantile(0.95, "draw")}
     # Fewer distinct labellings than 20 cannot give a p-value of 0.05.
-    labellings = (sums.sizes["document"] - 1) * np.log(np.arange(1, sums.sizes["proxy"] + 1)).sum()
-    rank = (1 + (null >= plug_in - 1e-12).sum("draw")) / (1 + permutations)
-    table["p_value"] = rank.where((permutations > 0) & (labellings >= np.log(20)) & plug_in.notnull())
-    return xr.Dataset(table).drop_vars("quantile").to_dataframe().reset_index()
+    labellings = (counts.sizes["document"] - 1) * np.log(np.arange(1, counts.sizes["proxy"] + 1)).sum()
+    held["p_value"] = rank(plug_in, null).where((permutations > 0) & (labellings >= LEAST) & plug_in.notnull())
+    return xr.Dataset(held).drop_vars("quantile").to_dataframe().reset_index()
 
 
-def _relabelled(bins: Float[np.ndarray, "step layer document proxy bin"], rng: np.random.Generator) -> np.ndarray:
-    """Plug-in information after one permutation of the proxies within each document, independent between layers."""
-    order = rng.random(bins.shape[:-1]).argsort(-1)
-    return _plug_in(np.take_along_axis(bins, order[..., None], -2).sum(-3))
+def rank(value: xr.DataArray, null: xr.DataArray) -> xr.DataArray:
+    """One-sided p-value: the rank of a value among its draws, itself included."""
+    return (1 + (null >= value - 1e-12).sum("draw")) / (1 + null.sizes["draw"])
+
+
+def _relabelled(counts: Float[np.ndarray, "step layer document proxy last"], rng: np.random.Generator) -> np.ndarray:
+    """The sums of documents after the proxies were permuted within each, independent between layers."""
+    order = rng.random(counts.shape[:-1]).argsort(-1)
+    return np.take_along_axis(counts, order[..., None], -2).sum(-3)

@@ -24,6 +24,7 @@ from msa_analysis import figures, quality
 from msa_analysis.definitions import DEFINITIONS
 from msa_analysis.evidence import Evidence, collect, over_seeds
 from msa_analysis.gallery import Picture, pictures
+from msa_analysis.logs import cautions
 from msa_analysis.verdict import Verdict, judge
 from msa_analysis.wording import UNDEFINED, duration, interval, missing, number, quantity
 from msa_lab.config_io import to_dict
@@ -224,15 +225,11 @@ def _limits(evidence: Evidence, arms: list[dict[str, Any]]) -> list[str]:
     absent += [] if shared else ["one proxy shared by all heads"]
     if absent:
         lines.append(f"Arms not run: {', '.join(absent)}.")
-    unlogged = [row["arm"] for row in trained if row["proxies"] and row["arm"] not in _logged(evidence)]
-    if unlogged:
-        lines.append(f"No selections recorded: {', '.join(unlogged)}.")
+    lines += [f"No selections measured: {evidence.labels[run]}: {why}." for run, why in evidence.unmeasured.items()]
+    logs = [(selected.label, selected.data) for selected in evidence.selected.values()]
+    lines += [f"Selections of these runs cannot be compared: {text}." for text in cautions(logs)]
     lines.append(
         "Nothing here tests what specialization is worth: that takes interventions, one shared selection in place of "
         "each proxy's own, which were not run."
     )
     return lines
-
-
-def _logged(evidence: Evidence) -> set[str]:
-    return set(evidence.table[evidence.table["run"].isin(list(evidence.selected))]["arm"])

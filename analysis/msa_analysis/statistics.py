@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 import xarray as xr
-from scipy import stats
+from scipy import special, stats
 
+ROUNDING = 1e-24
+"""Squared deviation, relative to the value's square, that is no variance."""
 MIN_DOCUMENTS = 4
 """Fewer documents than this give no interval."""
 
@@ -36,6 +39,57 @@ def jackknife(
     return value, value - half, value + half
 
 
+def rests_on_few(without: xr.DataArray) -> xr.DataArray:
+    """Whether the jackknife variance rests on fewer than two documents (a quarter of them, if that is less).
+
+    As where a rate has a hit or two in all: such an interval covers far less than it says.
+    """
+    squares = (without - without.mean("document", skipna=False)) ** 2
+    total = squares.sum("document", skipna=False)
+    resting = total**2 / (squares**2).sum("document", skipna=False)
+    varies = total > ROUNDING * (1 + (without**2).sum("document"))
+    return varies & (resting < min(2, without.sizes["document"] / 4))
+
+
+def jackknife_square(
+    whole: xr.DataArray, without: xr.DataArray, *, degrees: float, level: float = 0.95
+) -> tuple[xr.DataArray, xr.DataArray, xr.DataArray]:
+    """`jackknife` with `correct_bias` for a plug-in that is a sum of squares near 0: information, a variance share.
+
+    Near 0 such a plug-in is a multiple of a noncentral chi-square with at most `degrees` degrees of freedom, so that
+    its standard error vanishes just where the estimate is lowest: an interval of value -+ t errors misses from below.
+    This one inverts that distribution. Its scale is the jackknife variance over 4 whole (exact far from 0) or the bias
+    a degree (exact at 0, fading away from it), whichever is more, widened by t over normal for few documents. Ends are
+    never below 0, while the value, which is unbiased, may be.
+    """
+    count = without.sizes["document"]
+    value, plain_low, plain_high = jackknife(whole, without, correct_bias=True, level=level)
+    if count < MIN_DOCUMENTS:
+        return value, plain_low, plain_high
+    tail = 0.5 + level / 2
+    mean = without.mean("document", skipna=False)
+    variance = (count - 1) / count * ((without - mean) ** 2).sum("document", skipna=False)
+    bias = (whole - value).clip(min=0)
+    far, at_zero = variance / (4 * whole), bias / degrees * (bias / whole).clip(max=1)
+    scale = far.where(far > at_zero, at_zero)
+    freedom = (bias / scale).clip(min=1, max=degrees)
+    x = whole / (scale * (stats.t.ppf(tail, count - 1) / stats.norm.ppf(tail)) ** 2)
+    # Beyond this the two intervals are the same, and the inversion is slow.
+    ends = [_noncentrality(x.where(x < FAR), freedom, p) * whole / x for p in (tail, 1 - tail)]
+    low, high = (end.where(x < FAR, plain) for end, plain in zip(ends, (plain_low, plain_high), strict=True))
+    return value, low.where(whole > 0, 0 * whole), high.where(whole > 0, 0 * whole)
+
+
+FAR = 1e4
+"""Scaled plug-in above which its distribution is taken as normal."""
+
+
+def _noncentrality(x: xr.DataArray, freedom: xr.DataArray, p: float) -> xr.DataArray:
+    """The noncentrality at which the distribution function at x is p; 0 where it is lower without any."""
+    found = xr.apply_ufunc(special.chndtrinc, x, freedom, p)
+    return found.where(xr.apply_ufunc(special.chndtr, x, freedom, 0.0) > p, 0 * x)
+
+
 def t_interval(values: Sequence[float] | np.ndarray, *, level: float = 0.95) -> tuple[float, float, float]:
     """Mean and Student-t interval of independent values, one a seed; one value has no interval (NaN)."""
     sample = np.asarray(values, dtype=float)
@@ -46,6 +100,30 @@ def t_interval(values: Sequence[float] | np.ndarray, *, level: float = 0.95) -> 
         return mean, np.nan, np.nan
     half = float(stats.t.ppf(0.5 + level / 2, len(sample) - 1) * sample.std(ddof=1) / np.sqrt(len(sample)))
     return mean, mean - half, mean + half
+
+
+def discoveries(p_values: pd.Series | np.ndarray) -> np.ndarray:
+    """The p-values of one family corrected for their number (Benjamini and Hochberg); what is NaN is no test."""
+    values = np.asarray(p_values, dtype=float)
+    result = np.full(values.shape, np.nan)
+    held = np.isfinite(values)
+    if held.any():
+        result[held] = stats.false_discovery_control(values[held])
+    return result
+
+
+def interval_p_value(
+    value: np.ndarray, low: np.ndarray, high: np.ndarray, null: np.ndarray, count: np.ndarray
+) -> np.ndarray:
+    """Two-sided p-value of a value against a constant, from its 95 % Student-t interval of `count` documents or seeds.
+
+    NaN where there is no interval; 1 where the interval is the null itself.
+    """
+    freedom = np.maximum(np.asarray(count, dtype=float) - 1, 1)
+    error = (high - low) / 2 / stats.t.ppf(0.975, freedom)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        p_value = 2 * stats.t.sf(np.abs(value - null) / error, freedom)
+    return np.where((error == 0) & (value == null), 1.0, p_value)
 
 
 def weighted_difference(

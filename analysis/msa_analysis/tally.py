@@ -5,152 +5,151 @@ Leaving one document out, or permuting proxies within documents, is then arithme
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import xarray as xr
-from jaxtyping import Bool, Float, Int
 
-from msa_analysis.choices import Rows, counting_rows, distances, learned_slots, log2_bin, share_bin
+from msa_analysis.choices import Rows, by_slot, counting_rows
+from msa_analysis.pair_sums import PAIRED, pairs
+from msa_analysis.sums import MASSES, MASSES_BY_BIN, PIECE, Layer, layer_sums, spread
 
-PAIRED = ("shared_other", "slots_other")
-"""Sums over pairs of two documents, booked at both: half of their sum is the total."""
+SLOTS = ("layer", "document", "proxy", "query", "slot")
+PER_SLOT = ("selected", "teacher", "mass", "teacher_mass")
+_OWN = ("document", "proxy")
+_BOTH, _HEAD, _BIN, _POSITION = ("source", *_OWN), ("document", "head"), (*_OWN, "bin"), (*_OWN, "position")
+_PAIR, _HEADS = (*_OWN, "other"), (*_HEAD, "other_head")
+_FIRST = (
+    "slots",
+    "closeness",
+    "log_slots",
+    "log_distance",
+    "log_distance2",
+    "first_block",
+    "chance_first_block",
+    "rows",
+)
+_COUNTS = ("wanted", "hits", "chance_hits")
+DIMS = (
+    dict.fromkeys(_FIRST, _BOTH)
+    | dict.fromkeys(("bins", "uniform_bins"), (*_BOTH, "bin"))
+    | dict.fromkeys(("shares", "uniform_shares"), (*_BOTH, "part"))
+    | dict.fromkeys(("choosable", "never", "chance_never"), _OWN)
+    | dict.fromkeys(("kept_here", "kept_other", "kept_slots", "divergence", "entropy", "log_visible", "all_rows"), _OWN)
+    | dict.fromkeys((*_COUNTS, *MASSES_BY_BIN), _BIN)
+    | {f"{name}_by_position": _POSITION for name in (*_COUNTS, *MASSES)}
+    | dict.fromkeys(("shared", "chance_shared", "shared_here", "shared_other", "slots_other", "chance_other"), _PAIR)
+    | {"head_bins": (*_HEAD, "bin"), "head_slots": _HEAD, "head_shared": _HEADS, "head_chance_shared": _HEADS}
+)
+"""Dimensions of every sum, after step and layer."""
 
 
-def tally(dataset: xr.Dataset, *, min_visible: int | None = None) -> xr.Dataset:
+def tally(
+    dataset: xr.Dataset, *, min_visible: int | None = None, progress: Callable[[int], None] = lambda done: None
+) -> xr.Dataset:
     """Sums over the learned slots of the counting rows, by step, layer, document and proxy.
 
     With a `source` dimension (the proxy's choice; the teacher's own top blocks): `slots`, `closeness` (sum of
     1 - x), `log_slots`, `log_distance`, `log_distance2` (slots with distance >= 1, sum of log2 distance and of its
     square), `bins` and `shares` (counts by log2 distance and by x), `uniform_bins` and `uniform_shares` (their
-    expectation if the same number of slots were chosen uniformly).
-    By log2 bin of the teacher's block: `hits` (teacher's blocks that the proxy chose), `chance_hits` (their exact
-    expectation under uniform choice).
-    By pair of proxies (`proxy`, `other`): `shared`, `chance_shared`, `shared_other` and `slots_other` (the other
-    proxy taken in another document at the same query position).
-    `head_bins`: as `bins`, for the single heads' own top blocks at the last record.
+    expectation if the same number of slots were chosen uniformly), `first_block` (slots that hold block 0) and
+    `chance_first_block` (its expectation), `rows` (with a learned slot). `choosable`, `never`, `chance_never` (blocks
+    that a query could choose, that none chose, and how many a uniform choice would leave).
+    By log2 bin of the teacher's block, and by the query's place in the context (`..._by_position`), over rows in which
+    the proxy chose: `wanted` (teacher's blocks), `hits` (those that the proxy chose), `chance_hits` (their exact
+    expectation under uniform choice); in dense attention: `best` (on the teacher's blocks), `reached` (on those of them
+    that the proxy chose), `chance_reached`, `newest_reached` (that uniform choice, the newest blocks would hold). By
+    position only: `mass_rows`, `captured` (on the proxy's blocks), `chance_captured`, `newest_captured`.
+    By pair of proxies (`proxy`, `other`): `shared`, `chance_shared` (by both, of `slots`); over ordered pairs of two
+    documents, in rows that both have: `shared_here`, `shared_other` (with the other proxy in the same, in the second
+    document), of `slots_other`, `chance_other`. Likewise with the record before: `kept_here`, `kept_other` (chosen
+    by the same proxy then, in the same, in the second document), of `kept_slots`.
+    Over all counting rows (`all_rows`): `divergence` between the heads of a group, `entropy` of their mean dense mass,
+    `log_visible` (its most: log of the visible blocks). Of the last record: `head_bins` (as `bins`, for the single
+    heads' own top blocks), `head_shared`, `head_chance_shared`, `head_slots`, and by random `regrouping`
+    `regrouped_divergence`.
+
+    Raises:
+        ValueError: The log holds no record or no query, or min_visible does not exceed top_k_blocks.
     """
+    if not dataset.sizes["step"]:
+        raise ValueError("step=[]: the log holds no record; train until the first one, or take another run")
     rows = counting_rows(dataset, min_visible=min_visible)
-    steps = [_one_step(dataset.isel(step=i), rows) for i in range(dataset.sizes["step"])]
-    result = xr.concat(steps, "step").drop_vars(["step", "phase"], errors="ignore")
+    sums, before = [], None
+    for i in range(dataset.sizes["step"]):
+        record = _load(dataset.isel(step=i))
+        sums.append(_one_step(record, before, rows))
+        before = record["selected"]
+        progress(i + 1)
     names = ("step", "phase", "layer", "document", "proxy")
+    stacked = {name: np.stack([step[name] for step in sums]) for name in sums[0]}
+    result = xr.Dataset({name: (("step", "layer", *DIMS[name]), value) for name, value in stacked.items()})
     result = result.assign_coords({name: dataset.coords[name] for name in names if name in dataset.coords})
     result = result.assign_coords(other=result["proxy"].values, source=["proxy", "teacher"])
-    if "head_teacher" in dataset:
-        heads = dataset["head_teacher"].transpose("layer", "document", "head", "query", "slot").values
-        ids = learned_slots(heads[..., rows.index, :], rows)
-        result["head_bins"] = (("layer", "document", "head", "bin"), _spread(ids, rows)["bins"])
-    wanted = ("block_size", "top_k_blocks", "num_local_blocks", "num_sink_blocks", "first_step")
+    result = result.assign(_heads(dataset, rows))
+    wanted = ("block_size", "top_k_blocks", "num_local_blocks", "num_sink_blocks", "num_query_heads", "first_step")
     result.attrs = {name: dataset.attrs[name] for name in wanted if name in dataset.attrs}
-    result.attrs["row_share"] = rows.share
+    result.attrs |= {"row_share": rows.share, "num_blocks": rows.num_blocks}
     return result
 
 
-def _one_step(record: xr.Dataset, rows: Rows) -> xr.Dataset:
-    names = [name for name in ("selected", "teacher") if name in record]
-    record = record[names].transpose("layer", "document", "proxy", "query", "slot").load()
-    layers = [_one_layer(record.isel(layer=i), rows) for i in range(record.sizes["layer"])]
-    return xr.concat(layers, "layer")
+def _load(record: xr.Dataset) -> dict[str, np.ndarray]:
+    """The variables of one record that are there, each with the layer first."""
+    dims = dict.fromkeys(PER_SLOT, SLOTS)
+    dims |= {"newest_mass": (*SLOTS[:3], "query_block", "distance")}
+    dims |= dict.fromkeys(("divergence", "entropy"), (*SLOTS[:3], "query_block"))
+    return {name: record[name].transpose(*dims[name]).values for name in dims if name in record}
 
 
-def _one_layer(record: xr.Dataset, rows: Rows) -> xr.Dataset:
-    chosen = learned_slots(record["selected"].values[..., rows.index, :], rows)
-    wanted = np.full_like(chosen, -1)
-    if "teacher" in record:
-        wanted = learned_slots(record["teacher"].values[..., rows.index, :], rows)
-    base = ("document", "proxy")
-    both = [_spread(chosen, rows), _spread(wanted, rows)]
-    extra = {"bins": "bin", "uniform_bins": "bin", "shares": "part", "uniform_shares": "part"}
-    sums: dict[str, Any] = {
-        name: (("source", *base, *([extra[name]] if name in extra else [])), np.stack([s[name] for s in both]))
-        for name in both[0]
-    }
-    sums |= {name: ((*base, "bin"), value) for name, value in _fidelity(chosen, wanted, rows).items()}
-    sums |= {name: ((*base, "other"), value) for name, value in _pairs(chosen, rows).items()}
-    return xr.Dataset(sums)
+def _one_step(record: dict[str, np.ndarray], before: np.ndarray | None, rows: Rows) -> dict[str, np.ndarray]:
+    """The sums of every layer."""
+    layers = []
+    for i in range(len(record["selected"])):
+        fields = {name: values[i] for name, values in record.items() if name in Layer._fields}
+        layers.append(layer_sums(Layer(**fields, before=None if before is None else before[i]), rows))
+    sums = {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
+    absent = np.full((*record["selected"].shape[:3], rows.num_blocks), np.nan)
+    visible = np.broadcast_to(np.log(np.arange(rows.num_blocks) + 1), absent.shape)
+    sums |= {name: _over_rows(record.get(name, absent), rows) for name in ("divergence", "entropy")}
+    sums |= {"log_visible": _over_rows(visible, rows), "all_rows": _over_rows(np.ones_like(absent), rows)}
+    return sums
 
 
-def _spread(ids: Int[np.ndarray, "*lead row slot"], rows: Rows) -> dict[str, np.ndarray]:
-    """How far back the chosen blocks lie: sums over rows and slots."""
-    distance, used = distances(ids, rows.own)
-    per_row = used.sum(-1)
-    far = used & (distance >= 1)
-    log = np.log2(np.maximum(np.arange(rows.own.max(initial=0) + 1), 1))[distance]
-    x = np.where(used, rows.position(distance), 1.0)
-    return {
-        "slots": per_row.sum(-1).astype(float),
-        "closeness": (1.0 - x).sum((-2, -1)),
-        "log_slots": far.sum((-2, -1)).astype(float),
-        "log_distance": log.sum((-2, -1)),
-        "log_distance2": (log * log).sum((-2, -1)),
-        "bins": _histogram(log2_bin(distance), used, rows.num_bins),
-        "shares": _histogram(share_bin(x), used, rows.uniform_share.shape[1]),
-        "uniform_bins": per_row @ rows.uniform,
-        "uniform_shares": per_row @ rows.uniform_share,
-    }
+def _over_rows(by_block: np.ndarray, rows: Rows) -> np.ndarray:
+    """Sum over the counting rows of what is known by query block."""
+    own, counts = np.unique(rows.own, return_counts=True)
+    return by_block[..., own].astype(float) @ counts
 
 
-def _histogram(
-    bins: Int[np.ndarray, "*lead row slot"], weight: np.ndarray, count: int
-) -> Float[np.ndarray, "*lead bin"]:
-    lead = bins.shape[:-2]
-    size = int(np.prod(lead))
-    place = np.arange(size).reshape(*lead, 1, 1) * count + bins
-    total = np.bincount(place.ravel(), weights=weight.ravel(), minlength=size * count)
-    return total.reshape(*lead, count)
+def _heads(dataset: xr.Dataset, rows: Rows) -> dict[str, tuple[tuple[str, ...], np.ndarray]]:
+    """Of the last record: the heads' own top blocks, and groups of heads drawn at random."""
+    result = {}
+    if "head_teacher" in dataset:
+        heads = dataset["head_teacher"].transpose("layer", "document", "head", "query", "slot").values
+        found = [_head_sums(heads[i], rows) for i in range(len(heads))]
+        for name in found[0]:
+            result[name] = (("layer", *DIMS[name]), np.stack([layer[name] for layer in found]))
+    if "regrouped_divergence" in dataset:
+        drawn = dataset["regrouped_divergence"].transpose("layer", "document", "regrouping", "query_block").values
+        result["regrouped_divergence"] = (("layer", "document", "regrouping"), _over_rows(drawn, rows))
+    return result
 
 
-def found(ids: Int[np.ndarray, "... slot"], among: Int[np.ndarray, "... other_slot"]) -> Bool[np.ndarray, "... slot"]:
-    """Which ids (never a -1) also stand in the same row of `among`."""
-    hit = np.zeros(np.broadcast_shapes(ids.shape[:-1], among.shape[:-1]) + ids.shape[-1:], dtype=bool)
-    for slot in range(among.shape[-1]):
-        hit |= ids == among[..., slot : slot + 1]
-    return hit & (ids >= 0)
-
-
-def _fidelity(chosen: np.ndarray, wanted: np.ndarray, rows: Rows) -> dict[str, np.ndarray]:
-    """Each wanted block is hit with probability (slots the proxy chose) / (eligible blocks) under uniform choice."""
-    distance, used = distances(wanted, rows.own)
-    # A row in which the proxy chose nothing is no miss: it does not count.
-    used &= (chosen >= 0).any(-1, keepdims=True)
-    bins = log2_bin(distance)
-    rate = (chosen >= 0).sum(-1) / np.maximum(rows.eligible, 1)
-    expected = np.broadcast_to(rate[..., None], used.shape) * used
-    return {
-        "wanted": _histogram(bins, used, rows.num_bins),
-        "hits": _histogram(bins, found(wanted, chosen), rows.num_bins),
-        "chance_hits": _histogram(bins, expected, rows.num_bins),
-    }
-
-
-def _pairs(chosen: Int[np.ndarray, "document proxy row slot"], rows: Rows) -> dict[str, np.ndarray]:
-    """Blocks that two proxies share in the same row, of the same document and of every other one."""
-    documents, proxies, count, _ = chosen.shape
-    shared = np.stack([found(chosen, chosen[:, [q]]).sum((-2, -1)) for q in range(proxies)], -1)
-    slots = (chosen >= 0).sum(-1)
-    valid = slots > 0
-    blocks = int(rows.own.max(initial=0)) + 1
-    place = np.arange(count)[:, None] * blocks + chosen
-    everywhere = np.empty((documents, proxies, proxies))
-    for q in range(proxies):
-        used = chosen[:, q] >= 0
-        popular = np.bincount(place[:, q][used], minlength=count * blocks)
-        everywhere[..., q] = np.where(chosen >= 0, popular[np.maximum(place, 0)], 0).sum((-2, -1))
-    row = everywhere - shared
-    # Ordered pairs (p, q): document d holds p and another one holds q, or the other way round; both involve d.
-    mine = np.einsum("dpr,dqr->dpq", slots, valid.sum(0)[None] - valid)
-    theirs = np.einsum("dpr,dqr->dpq", slots.sum(0)[None] - slots, valid)
-    return {
-        "shared": shared.astype(float),
-        "chance_shared": np.einsum("dpr,dqr,r->dpq", slots, slots, 1.0 / np.maximum(rows.eligible, 1)),
-        "shared_other": row + row.transpose(0, 2, 1),
-        "slots_other": (mine + theirs).astype(float),
-    }
+def _head_sums(heads: np.ndarray, rows: Rows) -> dict[str, np.ndarray]:
+    total: dict[str, np.ndarray] = {}
+    documents, count, _, slots = heads.shape
+    for piece in rows.parts(PIECE // max(documents * count * slots, 1)):
+        ids = by_slot(heads, piece)
+        shared = pairs(ids, piece, elsewhere=False)
+        part = {"bins": spread(ids, piece)["bins"], "slots": (ids >= 0).sum((-2, -1)).astype(float), **shared}
+        for name, value in part.items():
+            total[f"head_{name}"] = total.get(f"head_{name}", 0) + value
+    return total
 
 
 def totals(sums: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
     """The sums of all documents, and of all but each one (dimension `document`)."""
-    whole = sums.sum("document")
+    whole = sums.sum("document", skipna=False)
     for name in PAIRED:
         if name in whole:
             whole[name] = whole[name] / 2

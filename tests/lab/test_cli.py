@@ -17,7 +17,10 @@ from msa_lab.config_io import to_dict
 from msa_lab.runs import Run
 
 REPOSITORY = Path(__file__).parents[2]
-COMMANDS = ("demo", "prepare", "train", "sweep", "evaluate", "report", "budget", "doctor")
+COMMANDS = (
+    *("demo", "prepare", "train", "sweep", "evaluate", "report"),
+    *("analyze", "intervene", "inspect", "budget", "doctor"),
+)
 
 
 def said(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -82,6 +85,13 @@ def test_help_is_quick_because_nothing_heavy_is_imported():
         (["sweep", "nowhere.py"], "nowhere.py: no such study file"),
         (["report", "nowhere"], "nowhere: holds no finished run"),
         (["evaluate", "nowhere"], "nowhere"),
+        (["analyze", "nowhere"], "nowhere: holds no run"),
+        (["analyze", "x", "--format", "json"], "format"),
+        (["analyze", "x", "--formt", "csv"], "formt: unknown key; did you mean format?"),
+        (["intervene", "nowhere"], "nowhere: "),
+        (["intervene", "nowhere", "--layers", "some"], "layers"),
+        (["inspect", "nowhere", "--text", "gone.txt"], "gone.txt: "),
+        (["inspect", "nowhere"], "text"),
         (["train", "--backend", "flux"], "backend='flux': must be one of auto, reference, flex, cute"),
     ],
 )

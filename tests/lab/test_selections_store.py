@@ -13,6 +13,7 @@ import zarr
 
 from msa_lab.config import DataConfig, ModelConfig, RunConfig, SelectionConfig
 from msa_lab.runs import Run
+from msa_lab.selection_layout import per_record
 from msa_lab.selections import SelectionStore, open_selections
 
 TOKENS = np.arange(2 * 40).reshape(2, 40) % 257
@@ -269,10 +270,14 @@ def test_one_record_of_three_thousand_is_read_quickly(tmp_path):
     store = SelectionStore.create(tmp_path / "selections.zarr", config(records=3000), IDS, TOKENS)
     one = values()
     store.append(0, "sparse", one)
-    for name in one:  # the first record's files under other names: a long run's log without its minutes
-        first = store.path / name / "c/0/0/0/0/0/0"
+    # The first record's files under other names: a long run's log without its minutes.
+    for name, array in store.arrays.items():
+        if not per_record(array):
+            continue
+        rest = "/".join("0" * (array.ndim - 1))
+        first = store.path / name / "c/0" / rest
         for index in range(1, 3000) if name == "selected" else (2999,):
-            chunk = store.path / name / "c" / str(index) / "0/0/0/0/0"
+            chunk = store.path / name / "c" / str(index) / rest
             chunk.parent.mkdir(parents=True)
             os.link(first, chunk)
     store.steps = list(range(3000))

@@ -3,8 +3,6 @@
 Memory is bounded by windows of queries: the proxies' scores of a window, and single blocks' results of a window.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -17,17 +15,13 @@ PARTIAL_BYTES = 2**31
 """The most that single blocks' results of a window take."""
 
 
-@functools.lru_cache(maxsize=64)
-def _rows(batch: int, sequence: int, device: torch.device) -> Tensor:
-    """Offsets where every row is one document."""
-    return torch.arange(0, batch * sequence + 1, sequence, dtype=torch.int32, device=device)
-
-
 def _layout(cu_seqlens: Tensor | None, batch: int, sequence: int, block_size: int, device: torch.device) -> tuple:
     from msa_kernels.cute.layout import make_layout
 
-    offsets = _rows(batch, sequence, device) if cu_seqlens is None else cu_seqlens
-    return make_layout(offsets, batch * sequence, block_size)
+    if cu_seqlens is None:
+        # Made anew: a tensor that is kept would belong to the memory of whichever CUDA graph was captured first.
+        cu_seqlens = torch.arange(0, batch * sequence + 1, sequence, dtype=torch.int32, device=device)
+    return make_layout(cu_seqlens, batch * sequence, block_size)
 
 
 def _window(total: int, bytes_a_token: int, most: int, multiple: int) -> int:

@@ -111,7 +111,7 @@ class Scores:
         mma = hopper.product_of(dtype, self.block_size)
         layouts = layout_q, layout_k
         self.kernel(q, load, keys, first, starts, scores, begin, end, mma, layouts).launch(
-            grid=(self.num_proxy_kv_heads, tiles, 1),
+            grid=(tiles * self.num_proxy_kv_heads, 1, 1),
             block=(3 * hopper.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -133,10 +133,11 @@ class Scores:
     ):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        head, tile, _ = cute.arch.block_idx()
-        _, tiles, _ = cute.arch.grid_dim()
+        place, _, _ = cute.arch.block_idx()
+        places, _, _ = cute.arch.grid_dim()
+        head, tile = place % self.num_proxy_kv_heads, (places - 1 - place) // self.num_proxy_kv_heads
         # Late queries see most blocks: the longest work starts first.
-        token = begin + (tiles - 1 - tile) * self.queries
+        token = begin + tile * self.queries
         last = cutlass.min(token + self.queries, end) - 1
         memory = cutlass.memory.SmemAllocator()
         # Buffers of keys: full and empty.

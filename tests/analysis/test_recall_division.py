@@ -111,8 +111,12 @@ def test_recall_of_the_source_is_exact_for_a_window(tmp_path: Path) -> None:
     data = open_data(load_study(STUDY / "study.py")[0].data, tmp_path)
     batch = data.validation(0, 24)
     asked = asked_only(_window_log(batch, 4, 4), batch, 4)
-    frame = recall_by_distance(tally(asked, min_visible=5), pool=("layer",))
-    frame = frame.set_index(["proxy", "bin"])["value"]
+    sums = tally(asked, min_visible=5)
+    position, distance = np.arange(128), batch.distance.numpy()
+    apart = (position // 4 - (position - distance) // 4)[(distance >= 0) & (position >= 16)]
+    bins = np.searchsorted([1, 2, 4, 8, 16], apart, side="right")
+    assert sums["wanted"].sel(proxy=0).sum("document").values.ravel().tolist() == np.bincount(bins).tolist()
+    frame = recall_by_distance(sums, pool=("layer",)).set_index(["proxy", "bin"])["value"]
     # Distances 1 to 3 lie in the window; the second proxy has no choice of its own, which is no miss.
     assert [frame[0, bin_] for bin_ in range(1, 6)] == [1, 1, 0, 0, 0]
     assert frame[1].isna().all()

@@ -85,13 +85,14 @@ def _describe(seen: Seen, config: RunConfig, heads: bool) -> dict[str, np.ndarra
         raise ValueError(
             f"a selection has {seen.selection.blocks.shape[1]} proxies: they must divide model.num_proxies={groups}"
         )
-    ranges = [(start, min(start + QUERIES, sequence)) for start in range(0, sequence, QUERIES)]
-    parts = [_describe_queries(seen, config, heads, queries) for queries in ranges]
     stride, size = config.selections.query_stride, config.model.block_size
-    own = torch.arange(sequence, device=seen.selection.blocks.device)[::stride] // size
+    span = max(QUERIES // stride, 1) * stride
+    ranges = [(start, min(start + span, sequence)) for start in range(0, sequence, span)]
+    parts = [_describe_queries(seen, config, heads, queries) for queries in ranges]
+    own = torch.arange(0, sequence, stride, device=seen.selection.blocks.device) // size
     found = {}
     for name in parts[0]:
-        values = torch.cat([part[name] for part in parts], 2)[:, :, ::stride]
+        values = torch.cat([part[name] for part in parts], 2)
         if name in PER_QUERY_BLOCK:
             values = _by_query_block(values, own, -(-sequence // size))
         found[name] = values.cpu().numpy()
@@ -108,35 +109,30 @@ def _by_query_block(
 
 
 def _describe_queries(seen: Seen, config: RunConfig, heads: bool, queries: tuple[int, int]) -> dict[str, Tensor]:
-    model, groups = config.model, config.model.num_proxies
-    served = seen.selection.blocks[:, :, slice(*queries)]
+    """Of every `query_stride`-th query in a range."""
+    model, groups, stride = config.model, config.model.num_proxies, config.selections.query_stride
+    served = seen.selection.blocks[:, :, slice(*queries, stride)]
     # One choice that serves several groups is written once for each.
     selected = served.repeat_interleave(groups // served.shape[1], 1)
-    score = torch.full(selected.shape, torch.nan, device=selected.device)
-    if seen.q_proxy is not None and seen.k_proxy is not None:
-        scores = block_scores(
-            seen.q_proxy, seen.k_proxy, block_size=model.block_size, queries=queries, backend="reference"
-        )
-        score = at_blocks(scores.repeat_interleave(groups // served.shape[1], 1), selected)
-    found = {"selected": selected, "score": score}
+    found = {"selected": selected, "score": _scores(seen, model.block_size, queries, stride, selected)}
     if not config.selections.teacher:
         return found
     if seen.q is None or seen.k is None:
         raise ValueError(
             "selections.teacher=True: a layer shows no q and k of its `core`; try selections.teacher=False"
         )
+    of_queries = {"block_size": model.block_size, "queries": queries, "stride": stride}
     rules = {
         "top_k_blocks": model.top_k_blocks,
-        "block_size": model.block_size,
         "num_local_blocks": model.num_local_blocks,
         "num_sink_blocks": model.num_sink_blocks,
-        "queries": queries,
+        **of_queries,
     }
-    by_head = block_mass(seen.q, seen.k, block_size=model.block_size, num_groups=model.num_query_heads, queries=queries)
+    by_head = block_mass(seen.q, seen.k, num_groups=model.num_query_heads, **of_queries)
     mass = by_head.unflatten(1, (groups, -1)).mean(2)
     teacher = top_blocks(mass, **rules).blocks
     found |= {"mass": at_blocks(mass, selected), "teacher": teacher, "teacher_mass": at_blocks(mass, teacher)}
-    newest = torch.arange(*queries, device=mass.device)[:, None] // model.block_size
+    newest = torch.arange(*queries, stride, device=mass.device)[:, None] // model.block_size
     newest = (newest - torch.arange(model.top_k_blocks, device=mass.device)).expand(*mass.shape[:2], -1, -1)
     found |= {"newest_mass": at_blocks(mass, newest).nan_to_num()}
     found |= {"divergence": group_divergence(by_head, groups), "entropy": entropy(mass)}
@@ -145,6 +141,15 @@ def _describe_queries(seen: Seen, config: RunConfig, heads: bool, queries: tuple
         found |= {"head_teacher": own, "head_teacher_mass": at_blocks(by_head, own)}
         found |= {"regrouped_divergence": regrouped_divergence(by_head, groups, REGROUPINGS)}
     return found
+
+
+def _scores(seen: Seen, block_size: int, queries: tuple[int, int], stride: int, selected: Tensor) -> Tensor:
+    """The proxies' scores of what was selected; NaN for a rule without proxies."""
+    if seen.q_proxy is None or seen.k_proxy is None:
+        return torch.full(selected.shape, torch.nan, device=selected.device)
+    scores = block_scores(seen.q_proxy, seen.k_proxy, block_size=block_size, queries=queries, backend="reference")
+    scores = scores[:, :, ::stride]
+    return at_blocks(scores.repeat_interleave(selected.shape[1] // scores.shape[1], 1), selected)
 
 
 class SelectionRecorder(L.Callback):
@@ -194,13 +199,16 @@ class SelectionRecorder(L.Callback):
         if store is None or step not in self.steps or step in store.steps:
             return
         with learner.clock.paused():
-            # A log that older code began has no room for what is recorded since.
-            values = {name: value for name, value in self._observe(learner, step).items() if name in store.arrays}
-            heads = {name: values.pop(name) for name in LAST if name in values}
-            store.append(step, "sparse" if self._sparse(learner) else "warmup", values)
-            if heads:
-                store.write_heads(step, heads)
-            self._log(trainer, values["selected"], step)
+            self._record(trainer, learner, store, step)
+
+    def _record(self, trainer: L.Trainer, learner: Learner, store: SelectionStore, step: int) -> None:
+        # A log that older code began has no room for what is recorded since.
+        values = {name: value for name, value in self._observe(learner, step).items() if name in store.arrays}
+        heads = {name: values.pop(name) for name in LAST if name in values}
+        store.append(step, "sparse" if self._sparse(learner) else "warmup", values)
+        if heads:
+            store.write_heads(step, heads)
+        self._log(trainer, values["selected"], step)
 
     def _observe(self, learner: Learner, step: int) -> dict[str, np.ndarray]:
         config, train, documents = self.config, self.config.train, len(self.probe.ids)

@@ -10,7 +10,9 @@ from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Float32, Int32
-from msa_kernels import Selection, select_from_scores
+from msa_kernels import Selection, checks
+from msa_kernels.selection import LARGEST_CHUNK, ordered
+from msa_kernels.selection import top_blocks as best_blocks
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,13 +29,14 @@ def block_mass(
     num_groups: int,
     cu_seqlens: Int32[Tensor, " offsets"] | None = None,
     queries: tuple[int, int] | None = None,
+    stride: int = 1,
 ) -> Float32[Tensor, "batch group query block"]:
     """Share of dense causal attention that falls on each block: the mean over a group's heads of their softmax.
 
     P_b of the paper's recall metrics: softmax over all visible keys with scale dim^-0.5, summed over the keys of block
     b. Rows sum to 1; blocks that a query cannot see hold 0. `num_groups` groups of adjacent heads; with one group per
-    head it is each head's own. `queries` is a half-open range of positions in the row; None is all of them. Memory is
-    linear in the sequence; sums are fp32, or wider where q and k are.
+    head it is each head's own. `queries` is a half-open range of positions in the row, of which every `stride`-th
+    counts; None is all of them. Memory is linear in the sequence; sums are fp32, or wider where q and k are.
 
     Raises:
         ValueError: Heads that do not divide into groups, or a range outside the row.
@@ -49,15 +52,18 @@ def block_mass(
         raise ValueError(f"queries={queries}: must lie within the row's {sequence} positions; try (0, {sequence})")
     wide = torch.promote_types(q.dtype, torch.float32)
     count = -(-sequence // block_size)
-    mass = torch.zeros(batch, num_groups, last - first, count, device=q.device)
+    mass = torch.zeros(batch, num_groups, len(range(first, last, stride)), count, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
-        by_head = (q.to(wide) * dim**-0.5).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
-        keys = k.to(wide).permute(0, 2, 3, 1)[:, :, None]
+        by_head = (q[:, first:last:stride].to(wide) * dim**-0.5).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+        keys = k.to(wide).permute(0, 2, 3, 1)
         for row, start, stop in _documents(batch, sequence, cu_seqlens):
-            for low, high in _tiles(max(start, first), min(stop, last), heads * (stop - start), q.device.type):
-                shares = _shares(by_head[row, :, :, low:high], keys[row, ..., start:high], high - low, block_size)
+            # Of the queries that count, those of this document.
+            begin, end = (-(-(min(max(at, first), last) - first) // stride) for at in (start, stop))
+            for low, high in _tiles(begin, end, heads * (stop - start), q.device.type):
+                seen = keys[row, ..., start : first + (high - 1) * stride + 1]
+                shares = _shares(by_head[row, :, :, low:high], seen, stride, block_size)
                 grouped = shares.view(num_groups, heads // num_groups, high - low, -1).mean(1)
-                mass[row, :, low - first : high - first, : grouped.shape[-1]] = grouped
+                mass[row, :, low:high, : grouped.shape[-1]] = grouped
     return mass
 
 
@@ -68,21 +74,25 @@ def top_blocks(
     block_size: int,
     num_local_blocks: int = 1,
     num_sink_blocks: int = 0,
-    cu_seqlens: Int32[Tensor, " offsets"] | None = None,
     queries: tuple[int, int] | None = None,
-    sequence: int | None = None,
+    stride: int = 1,
 ) -> Selection:
-    """The blocks with most mass, under the rules that the proxies' own choice obeys (`select_from_scores`)."""
-    return select_from_scores(
-        mass,
-        top_k_blocks=top_k_blocks,
-        block_size=block_size,
-        cu_seqlens=cu_seqlens,
-        num_local_blocks=num_local_blocks,
-        num_sink_blocks=num_sink_blocks,
-        queries=queries,
-        sequence=sequence,
-    )
+    """The blocks with most mass, under the rules that the proxies' own choice obeys (`select_from_scores`).
+
+    `queries` and `stride` as for `block_mass`; each row is one document.
+
+    Raises:
+        ValueError: More blocks are forced than `top_k_blocks`.
+    """
+    first, last = (0, mass.shape[2] * stride) if queries is None else queries
+    checks.budget(top_k_blocks, block_size, num_local_blocks, num_sink_blocks)
+    own = torch.arange(first, last, stride, dtype=torch.int32, device=mass.device)[None] // block_size
+    size = max(1, LARGEST_CHUNK // mass[:, :, 0].numel())
+    chosen = [
+        best_blocks(ordered(part), of_part, top_k_blocks, num_local_blocks, num_sink_blocks)
+        for part, of_part in zip(mass.split(size, 2), own.split(size, 1), strict=True)
+    ]
+    return Selection(torch.cat(chosen, 2), block_size)
 
 
 def group_divergence(
@@ -120,11 +130,11 @@ def at_blocks(
     return values.gather(-1, blocks.clamp(min=0).long()).masked_fill(blocks < 0, torch.nan)
 
 
-def _shares(q: Tensor, k: Tensor, queries: int, block_size: int) -> Float[Tensor, "head query block"]:
-    """Softmax mass per block and head of a document's `queries` last positions among its keys so far."""
-    scores = torch.matmul(q, k)
-    future = torch.ones(queries, queries, dtype=torch.bool, device=q.device).triu(1)
-    scores[..., -queries:].masked_fill_(future, -torch.inf)
+def _shares(q: Tensor, k: Tensor, stride: int, block_size: int) -> Float[Tensor, "head query block"]:
+    """Softmax mass per block and head of queries `stride` apart, the last of them at a document's last key so far."""
+    scores = torch.matmul(q.flatten(1, 2), k).unflatten(1, q.shape[1:3])
+    key = torch.arange((q.shape[-2] - 1) * stride + 1, device=q.device)
+    scores[..., -len(key) :].masked_fill_(key > key[::stride, None], -torch.inf)
     attention = scores.softmax(-1)
     attention = F.pad(attention, (0, -attention.shape[-1] % block_size))
     return attention.unflatten(-1, (-1, block_size)).sum(-1).flatten(0, 1)

@@ -47,12 +47,12 @@ def pool(
     The mean rate of a tile is the first over the second; a tile without possible cells has 0 of 0.
     """
     possible = ~np.isnan(rate)
-    parts = [np.where(possible, rate, 0.0), possible.astype(float)]
+    parts = [np.where(possible, rate, 0.0), possible]
     for axis in (0, 1):
         size = rate.shape[axis]
         count = min(limit, size)
         starts = np.arange(count) * size // count
-        parts = [np.add.reduceat(part, starts, axis=axis) for part in parts]
+        parts = [np.add.reduceat(part, starts, axis=axis, dtype=float) for part in parts]
     return parts[0], parts[1]
 
 

@@ -56,11 +56,8 @@ def kept(chosen: Ids, before: Ids | None, rows: Rows) -> dict[str, np.ndarray]:
         return {name: np.full(chosen.shape[:2], np.nan) for name in ("kept_here", "kept_other", "kept_slots")}
     slots, earlier = (chosen >= 0).sum(-2), (before >= 0).sum(-2)
     same = found(chosen, before).sum(-2)
-    other = np.zeros(slots.shape[:2])
-    for p in range(slots.shape[1]):
-        now, then = chosen[:, [p]], before[:, [p]]
-        back, ahead = _everywhere(now, _popular(then, rows), rows), _everywhere(then, _popular(now, rows), rows)
-        other[:, [p]] = (back + ahead)[..., 0] - 2 * same[:, [p]].sum(-1)
+    other = _of_itself(chosen, _popular(before, rows), rows) + _of_itself(before, _popular(chosen, rows), rows)
+    other -= 2 * same.sum(-1)
     was = (earlier > 0).astype(float)
     return {
         "kept_here": _both(same, was).sum(-1),
@@ -81,20 +78,29 @@ def _crossed(first: np.ndarray, second: np.ndarray) -> Float[np.ndarray, "docume
     return mine + theirs - 2 * own
 
 
-def _place(ids: Ids, rows: Rows) -> Ids:
+def _place(ids: Ids, rows: Rows) -> Int[np.ndarray, "document proxy slot*row"]:
     """A number for every row and block; 0 of each row is no block."""
-    return (np.arange(ids.shape[-1]) * (rows.num_blocks + 1) + 1) + ids
+    place = (np.arange(ids.shape[-1]) * (rows.num_blocks + 1) + 1) + ids
+    return place.reshape(*ids.shape[:2], -1)
 
 
 def _popular(ids: Ids, rows: Rows) -> Float[np.ndarray, "place proxy"]:
     """In how many documents each proxy chose each block, by row."""
-    size = ids.shape[-1] * (rows.num_blocks + 1)
-    place = _place(ids, rows)
-    counts = np.stack([np.bincount(place[:, p].ravel(), minlength=size) for p in range(ids.shape[1])], -1)
-    counts[:: rows.num_blocks + 1] = 0
+    proxies, none = ids.shape[1], rows.num_blocks + 1
+    place = _place(ids, rows) * proxies + np.arange(proxies)[:, None]
+    counts = np.bincount(place.ravel(), minlength=ids.shape[-1] * none * proxies).reshape(-1, proxies)
+    counts[::none] = 0
     return counts.astype(np.float32)
 
 
 def _everywhere(ids: Ids, popular: np.ndarray, rows: Rows) -> Float[np.ndarray, "document proxy other"]:
     """Blocks of each document that are shared with all documents, its own included."""
-    return popular[_place(ids, rows)].sum((-3, -2), dtype=float)
+    # Whole numbers below 2**24, as a piece of a layer gives, add up exactly in float32.
+    held = popular.take(_place(ids, rows), 0)
+    return (np.ones(held.shape[2], np.float32) @ held).astype(float)
+
+
+def _of_itself(ids: Ids, popular: np.ndarray, rows: Rows) -> Float[np.ndarray, "document proxy"]:
+    """`_everywhere` of each proxy with itself."""
+    proxies = ids.shape[1]
+    return popular.take(_place(ids, rows) * proxies + np.arange(proxies)[:, None]).sum(-1).astype(float)

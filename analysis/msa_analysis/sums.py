@@ -45,10 +45,15 @@ def layer_sums(layer: Layer, rows: Rows) -> dict[str, np.ndarray]:
 
 def _piece_sums(layer: Layer, rows: Rows) -> dict[str, np.ndarray]:
     chosen = by_slot(layer.selected, rows)
-    wanted = np.full_like(chosen, -1) if layer.teacher is None else by_slot(layer.teacher, rows)
-    own, teacher = spread(chosen, rows), spread(wanted, rows)
+    own = spread(chosen, rows)
+    by_block = own.pop("by_block")
+    if layer.teacher is None:
+        wanted, teacher = None, {name: np.zeros_like(value) for name, value in own.items()}
+    else:
+        wanted = by_slot(layer.teacher, rows)
+        teacher = spread(wanted, rows)
     sums = {name: np.stack([own[name], teacher[name]]) for name in own}
-    sums |= _choosable(chosen, rows)
+    sums |= {"by_block": by_block, **_choosable(chosen, rows)}
     sums |= _fidelity(chosen, wanted, rows)
     sums |= _masses(layer, chosen, wanted, rows)
     sums |= pairs(chosen, rows)
@@ -57,7 +62,7 @@ def _piece_sums(layer: Layer, rows: Rows) -> dict[str, np.ndarray]:
 
 
 def spread(ids: Int[np.ndarray, "*lead slot row"], rows: Rows) -> dict[str, np.ndarray]:
-    """How far back the chosen blocks lie."""
+    """How far back the chosen blocks lie, and how often each was chosen."""
     lead, grid, none = ids.shape[:-2], rows.grid, rows.num_blocks + 1
     owns = len(rows.blocks[0])
     # Column 0 takes the slots without a block.
@@ -77,22 +82,18 @@ def spread(ids: Int[np.ndarray, "*lead slot row"], rows: Rows) -> dict[str, np.n
     result |= {"bins": sums[:, 5 : 5 + rows.num_bins], "shares": sums[:, 5 + rows.num_bins :]}
     result |= {"uniform_bins": uniform[0], "uniform_shares": uniform[1]}
     result |= {"first_block": counts[:, :, 0].sum(-1), "chance_first_block": per_own @ grid.chance[:, 0]}
-    result |= {"rows": (ids >= 0).any(-2).sum(-1).reshape(-1)}
+    result |= {"rows": (ids >= 0).any(-2).sum(-1).reshape(-1), "by_block": counts.sum(1)}
     return {name: value.reshape(*lead, *value.shape[1:]) for name, value in result.items()}
 
 
 def _choosable(chosen: Int[np.ndarray, "document proxy slot row"], rows: Rows) -> dict[str, np.ndarray]:
-    """How often each block was chosen, and the log of the chance that a uniform choice would have missed it."""
+    """How many rows choose, and the log of the chance that a uniform choice of theirs would miss a block."""
     lead, slots = chosen.shape[:2], (chosen >= 0).sum(-2)
-    none = rows.num_blocks + 1
-    place = _lead(lead) * none + 1 + chosen
-    counts = np.bincount(place.ravel(), minlength=int(np.prod(lead)) * none).reshape(*lead, none)
     shape = (*lead, rows.num_blocks)
     missed, valid = np.zeros(shape), np.zeros(shape)
     missed[..., rows.blocks[0]] = rows.by_own(np.log1p(-slots / np.maximum(rows.eligible, slots + 1e-9)))
     valid[..., rows.blocks[0]] = rows.by_own(slots > 0)
     return {
-        "by_block": counts[..., 1:].astype(float),
         "log_missed": missed,
         "valid_rows": valid,
     }
@@ -119,21 +120,22 @@ def _never_selected(
     }
 
 
-def _fidelity(chosen: np.ndarray, wanted: np.ndarray, rows: Rows) -> dict[str, np.ndarray]:
+def _fidelity(chosen: np.ndarray, wanted: np.ndarray | None, rows: Rows) -> dict[str, np.ndarray]:
     """Each wanted block is hit with probability (slots the proxy chose) / (eligible blocks) under uniform choice."""
+    if wanted is None:
+        return _constant(0.0, COUNTS, COUNTS, chosen, rows)
     used, hit, rate = _wanted(chosen, wanted, rows)
     count = used.sum(-2)
     sums = _by_bin(wanted, {"wanted": used, "hits": hit, "chance_hits": rate[..., None, :] * used}, rows)
     return sums | _by_position({"wanted": count, "hits": hit.sum(-2), "chance_hits": rate * count}, rows)
 
 
-def _masses(layer: Layer, chosen: np.ndarray, wanted: np.ndarray, rows: Rows) -> dict[str, np.ndarray]:
+def _masses(layer: Layer, chosen: np.ndarray, wanted: np.ndarray | None, rows: Rows) -> dict[str, np.ndarray]:
     """Dense attention on learned slots, on the teacher's, and what uniform choice and the newest blocks would hold."""
     lead = chosen.shape[:2]
     teacher, taken, most = layer.teacher, layer.mass, layer.teacher_mass
-    if teacher is None or taken is None or most is None:
-        absent = {f"{name}_by_position": np.full((*lead, NUM_POSITIONS), np.nan) for name in MASSES}
-        return absent | {name: np.full((*lead, rows.num_bins), np.nan) for name in MASSES_BY_BIN}
+    if teacher is None or wanted is None or taken is None or most is None:
+        return _constant(np.nan, MASSES, MASSES_BY_BIN, chosen, rows)
     used, hit, rate = _wanted(chosen, wanted, rows)
     slots, counts = (chosen >= 0).sum(-2), used.any(-2)
     mass, best = (value[..., rows.index, :].swapaxes(-1, -2).astype(np.float32) for value in (taken, most))
@@ -153,6 +155,15 @@ def _masses(layer: Layer, chosen: np.ndarray, wanted: np.ndarray, rows: Rows) ->
     return sums | {"newest_captured_by_position": rows.by_position(window)}
 
 
+def _constant(value: float, by_position: Names, by_bin: Names, chosen: np.ndarray, rows: Rows) -> dict[str, np.ndarray]:
+    """The same number in every sum of these names."""
+    lead = chosen.shape[:2]
+    sums = {f"{name}_by_position": np.full((*lead, NUM_POSITIONS), value) for name in by_position}
+    return sums | {name: np.full((*lead, rows.num_bins), value) for name in by_bin}
+
+
+Names = tuple[str, ...]
+COUNTS = ("wanted", "hits", "chance_hits")
 MASSES = ("best", "reached", "chance_reached", "newest_reached", "mass_rows", "captured", "chance_captured")
 MASSES += ("newest_captured",)
 MASSES_BY_BIN = MASSES[:4]

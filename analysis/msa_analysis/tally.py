@@ -12,7 +12,7 @@ import xarray as xr
 
 from msa_analysis.choices import Rows, by_slot, counting_rows
 from msa_analysis.pair_sums import PAIRED, pairs
-from msa_analysis.sums import MASSES, MASSES_BY_BIN, PIECE, Layer, layer_sums, spread
+from msa_analysis.sums import COUNTS, MASSES, MASSES_BY_BIN, PIECE, Layer, layer_sums, spread
 
 SLOTS = ("layer", "document", "proxy", "query", "slot")
 PER_SLOT = ("selected", "teacher", "mass", "teacher_mass")
@@ -29,15 +29,14 @@ _FIRST = (
     "chance_first_block",
     "rows",
 )
-_COUNTS = ("wanted", "hits", "chance_hits")
 DIMS = (
     dict.fromkeys(_FIRST, _BOTH)
     | dict.fromkeys(("bins", "uniform_bins"), (*_BOTH, "bin"))
     | dict.fromkeys(("shares", "uniform_shares"), (*_BOTH, "part"))
     | dict.fromkeys(("choosable", "never", "chance_never"), _OWN)
     | dict.fromkeys(("kept_here", "kept_other", "kept_slots", "divergence", "entropy", "log_visible", "all_rows"), _OWN)
-    | dict.fromkeys((*_COUNTS, *MASSES_BY_BIN), _BIN)
-    | {f"{name}_by_position": _POSITION for name in (*_COUNTS, *MASSES)}
+    | dict.fromkeys((*COUNTS, *MASSES_BY_BIN), _BIN)
+    | {f"{name}_by_position": _POSITION for name in (*COUNTS, *MASSES)}
     | dict.fromkeys(("shared", "chance_shared", "shared_here", "shared_other", "slots_other", "chance_other"), _PAIR)
     | {"head_bins": (*_HEAD, "bin"), "head_slots": _HEAD, "head_shared": _HEADS, "head_chance_shared": _HEADS}
 )

@@ -59,18 +59,20 @@ def test_all_panels_share_one_scale_from_zero() -> None:
 
 
 def test_a_long_map_keeps_its_mass_and_its_hot_row() -> None:
-    values = np.random.default_rng(0).random((60_000, 256)) * 0.02
+    values = np.random.default_rng(0).random((60_000, 512)) * 0.02
     values[12_345] = 1.0
-    start = time.perf_counter()
+    start = time.process_time()  # what other work on the machine takes is no fault of the figure
     mass, cells = heatmaps.pool(values)
     figure = heatmaps.selection_heatmap(rate_of(values[None, None]), block_size=128)
     figures.save(figure, io.BytesIO())
-    assert time.perf_counter() - start < 10
-    assert mass.shape == (512, 256)
+    assert time.process_time() - start < 10
+    assert mass.shape == (512, 512)
     assert mass.sum() == pytest.approx(values.sum(), rel=1e-9)
     assert cells.sum() == values.size
     (image,) = images(figure)
-    rows = np.asarray(image.get_array()).mean(1)
+    drawn = np.asarray(image.get_array())
+    assert (drawn * cells).sum() == pytest.approx(values.sum(), rel=1e-9)
+    rows = drawn.mean(1)
     hot = 12_345 * 512 // 60_000
     assert rows.argmax() == hot
     assert rows[hot] > 1.5 * np.delete(rows, hot).max()

@@ -49,6 +49,24 @@ def test_tiles_and_query_ranges_do_not_change_the_mass(monkeypatch):
     torch.testing.assert_close(block_mass(q, k, block_size=8, num_groups=2, queries=(11, 43)), whole[:, :, 11:43])
 
 
+@pytest.mark.parametrize(("queries", "stride"), [(None, 3), ((11, 43), 5), ((8, 9), 4), ((0, 50), 64)])
+def test_a_stride_takes_every_nth_query_of_the_range(monkeypatch, queries, stride):
+    q, k = heads(2, 50, 4, 2)
+    rules = {"top_k_blocks": 3, "block_size": 8, "num_sink_blocks": 1}
+    counted = slice(*(queries or (0, 50)), stride)
+    whole = block_mass(q, k, block_size=8, num_groups=2)
+    monkeypatch.setitem(teacher.TILE_SCORES, "cpu", 4 * 50 * 4)
+    monkeypatch.setattr(teacher, "LARGEST_CHUNK", 2 * 2 * 7 * 3)
+    mass = block_mass(q, k, block_size=8, num_groups=2, queries=queries, stride=stride)
+    torch.testing.assert_close(mass, whole[:, :, counted])
+    chosen = top_blocks(mass, **rules, queries=queries or (0, 50), stride=stride).blocks
+    assert torch.equal(chosen, select_from_scores(whole, **rules).blocks[:, :, counted])
+    offsets = torch.tensor([0, 21, 50, 87, 100], dtype=torch.int32)
+    packed = block_mass(q, k, block_size=8, num_groups=2, cu_seqlens=offsets)
+    part = block_mass(q, k, block_size=8, num_groups=2, cu_seqlens=offsets, queries=queries, stride=stride)
+    torch.testing.assert_close(part, packed[:, :, counted])
+
+
 def test_packed_documents_have_the_mass_they_have_alone():
     q, k = heads(2, 48, 4, 2)
     offsets = torch.tensor([0, 21, 48, 48, 85, 96, 96], dtype=torch.int32)

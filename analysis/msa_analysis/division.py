@@ -100,9 +100,9 @@ def _beside_heads(end: xr.Dataset, over: Sequence[str]) -> list[pd.DataFrame]:
         end, "mutual_information_share", share, null=lambda s: np.nan * share(s), correct_bias=True, absent=NO_HEADS
     )
     # Both have a row a layer, or one in all, in the same order.
-    part.loc[~(alone["low"] > 0).to_numpy(), [*NUMBERS, "reason"]] = [np.nan] * 3 + [
-        "the heads' own interval reaches 0"
-    ]
+    unclear = ~(alone["low"] > 0).to_numpy()
+    why = alone["reason"].where(alone["low"].isna(), "the heads' own interval reaches 0")
+    part.loc[unclear, NUMBERS], part.loc[unclear, "reason"] = np.nan, why[unclear].to_numpy()
     return [alone, part]
 
 

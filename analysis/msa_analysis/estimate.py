@@ -10,7 +10,7 @@ import pandas as pd
 import xarray as xr
 
 from msa_analysis.choices import bin_label, position_label
-from msa_analysis.statistics import MIN_DOCUMENTS, jackknife, jackknife_square, rests_on_few
+from msa_analysis.statistics import MIN_DOCUMENTS, SQUARE_DOCUMENTS, jackknife, jackknife_square, matter, rests_on_few
 from msa_analysis.tally import tally, totals
 
 Statistic = Callable[[xr.Dataset], xr.DataArray]
@@ -95,7 +95,8 @@ def estimate(
         over = [dim for dim in pool if dim in numbers[0].dims]
         value, left_out, reference = (number.mean(over, skipna=True) for number in numbers)
         if squares is None:
-            value, low, high = jackknife(value, left_out, correct_bias=correct_bias)
+            having = matter(value, left_out)
+            value, low, high = jackknife(value, left_out, correct_bias=correct_bias, having=having)
         else:
             value, low, high = jackknife_square(value, left_out, degrees=squares)
         bare, few = _sparse(None if rate is None else rate(whole).mean(over, skipna=True), left_out)
@@ -108,7 +109,10 @@ def estimate(
         frame["distance"] = frame["bin"].map(bin_label)
     if "position" in frame:
         frame["blocks"] = frame["position"].map(lambda part: position_label(part, sums.attrs["num_blocks"]))
-    return _explained(frame, sums.sizes["document"], correct_bias or squares is not None, absent)
+    count, needed = sums.sizes["document"], MIN_DOCUMENTS if squares is None else SQUARE_DOCUMENTS
+    if count < MIN_DOCUMENTS and (correct_bias or squares is not None):
+        frame["value"] = np.nan
+    return _explained(frame, count, needed, absent)
 
 
 def _sparse(share: xr.DataArray | None, left_out: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
@@ -119,17 +123,15 @@ def _sparse(share: xr.DataArray | None, left_out: xr.DataArray) -> tuple[xr.Data
     return (share <= 1e-12) | (share >= 1 - 1e-12), rests_on_few(left_out)
 
 
-def _explained(frame: pd.DataFrame, documents: int, correct_bias: bool, absent: str) -> pd.DataFrame:
+def _explained(frame: pd.DataFrame, documents: int, needed: int, absent: str) -> pd.DataFrame:
     """With the number of documents, and the reason of every number that is not defined."""
     frame["documents"], frame["reason"] = documents, ""
     frame.loc[frame["low"].isna(), "reason"] = absent
     few = "the interval would rest on fewer than two documents"
     frame.loc[frame["low"].isna() & frame["value"].notna(), "reason"] = few
     frame.loc[frame.pop("bare").astype(bool), "reason"] = "0 or 1 in every document: no interval"
-    if documents < MIN_DOCUMENTS:
-        frame["reason"] = f"{documents} documents: an interval needs {MIN_DOCUMENTS}"
-        if correct_bias:
-            frame["value"] = np.nan
+    if documents < needed:
+        frame["reason"] = f"{documents} documents: an interval needs {needed}"
     if documents == 0:
         frame["reason"] = "no query sees enough blocks to have a choice"
     return frame

@@ -48,21 +48,22 @@ def block_recall(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
 
 
 def recall_by_distance(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
-    """`block_recall` by the log2 distance of the teacher's block: metric `recall_by_distance`. Null: as there."""
+    """`block_recall` by the log2 distance of the teacher's block: metric `recall_by_distance`. Null: as there. What is
+    pooled is summed before the ratio: a proxy whose teacher has hardly a block at that distance does not decide."""
     return _recall(data, "recall_by_distance", "", pool)
 
 
 def recall_by_position(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
     """`block_recall` by the query's place: metric `recall_by_position`, columns position (eighths of the context) and
-    blocks (own blocks that are in it). Null: as there."""
+    blocks (own blocks that are in it). Null: as there; pooled as in `recall_by_distance`."""
     return _recall(data, "recall_by_position", "_by_position", pool)
 
 
 def _recall(data: xr.Dataset, metric: str, suffix: str, pool: Sequence[str]) -> pd.DataFrame:
     hits, wanted, chance = (f"{name}{suffix}" for name in ("hits", "wanted", "chance_hits"))
     sums = tallied(data, hits, wanted, chance)
-    rate, why = ratio(hits, wanted), f"{NO_TEACHER}, or no rows"
-    return table(estimate(sums, metric, rate, null=ratio(chance, wanted), pool=pool, rate=rate, absent=why))
+    (rate, null), why = (ratio(name, wanted, over=pool) for name in (hits, chance)), f"{NO_TEACHER}, or no rows"
+    return table(estimate(sums, metric, rate, null=null, pool=pool, rate=rate, absent=why))
 
 
 def captured_mass(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:

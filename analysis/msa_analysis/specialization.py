@@ -8,9 +8,10 @@ delete-one-document jackknife with Student's t: it speaks of this one model), nu
 would give), documents, reason (why a number is "not defined", i.e. NaN). `pool` names dimensions that are averaged
 over before the interval is taken: ("proxy",) gives a number a layer, ("layer", "proxy") one a run.
 
-Where a metric is a rate, the interval is not defined at exactly 0 or 1, nor where it would rest on fewer than two
-documents. That every metric recovers planted answers, and how often its interval covers and its null is rejected, is
-measured in `experiments/planted`.
+Student's t has the freedom of the documents that have a case, as at a place that only long ones reach. Where a metric
+is a rate, the interval is not defined at exactly 0 or 1, nor where it would rest on fewer than two documents; that of a
+squared statistic (information, variance share) needs six. That every metric recovers planted answers, and how often its
+interval covers and its null is rejected, is measured in `experiments/planted`.
 
 By subject: `profiles` (where proxies look), `fidelity` (do they find what their heads want), `overlaps` (are choices
 alike), `division` (do proxies divide the labour), `heads` (do the heads differ), `training` (since when; collapse).

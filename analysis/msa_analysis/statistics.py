@@ -17,17 +17,25 @@ ROUNDING = 1e-24
 """Squared deviation, relative to the value's square, that is no variance."""
 MIN_DOCUMENTS = 4
 """Fewer documents than this give no interval."""
+SQUARE_DOCUMENTS = 6
+"""The same for a sum of squares: with fewer its intervals hold the truth in hardly nine of ten runs."""
 
 
 def jackknife(
-    whole: xr.DataArray, without: xr.DataArray, *, correct_bias: bool = False, level: float = 0.95
+    whole: xr.DataArray,
+    without: xr.DataArray,
+    *,
+    correct_bias: bool = False,
+    level: float = 0.95,
+    having: xr.DataArray | None = None,
 ) -> tuple[xr.DataArray, xr.DataArray, xr.DataArray]:
     """Value and interval of a statistic by leaving out one document at a time, with Student's t.
 
     `whole` is the statistic of all documents; `without` has one more dimension, `document`: the statistic of all
     but that one. The variance is (D - 1)/D times the sum of squared deviations of `without` from its mean, with
     D - 1 degrees of freedom (Tukey's jackknife). With `correct_bias` the value is D whole - (D - 1) mean(without),
-    which removes a bias proportional to 1/D, as that of plug-in information and variance shares.
+    which removes a bias proportional to 1/D, as that of plug-in information and variance shares. `having`: how many
+    documents have a case, where not all do; its t has as many degrees of freedom, less 1.
     """
     count = without.sizes["document"]
     mean = without.mean("document", skipna=False)
@@ -35,8 +43,14 @@ def jackknife(
     if count < MIN_DOCUMENTS:
         return value, xr.full_like(value, np.nan, dtype=float), xr.full_like(value, np.nan, dtype=float)
     variance = (count - 1) / count * ((without - mean) ** 2).sum("document", skipna=False)
-    half = stats.t.ppf(0.5 + level / 2, count - 1) * np.sqrt(variance)
+    freedom = xr.full_like(variance, count) - 1 if having is None else having.clip(min=2) - 1
+    half = freedom.copy(data=stats.t.ppf(0.5 + level / 2, freedom)) * np.sqrt(variance)
     return value, value - half, value + half
+
+
+def matter(whole: xr.DataArray, without: xr.DataArray) -> xr.DataArray:
+    """How many documents the statistic depends on: without another it is the same, as of a place that it has not."""
+    return (abs(without - whole) > ROUNDING**0.5 * (1 + abs(whole))).sum("document")
 
 
 def rests_on_few(without: xr.DataArray) -> xr.DataArray:
@@ -64,8 +78,8 @@ def jackknife_square(
     """
     count = without.sizes["document"]
     value, plain_low, plain_high = jackknife(whole, without, correct_bias=True, level=level)
-    if count < MIN_DOCUMENTS:
-        return value, plain_low, plain_high
+    if count < SQUARE_DOCUMENTS:
+        return value, xr.full_like(plain_low, np.nan), xr.full_like(plain_high, np.nan)
     tail = 0.5 + level / 2
     mean = without.mean("document", skipna=False)
     variance = (count - 1) / count * ((without - mean) ** 2).sum("document", skipna=False)

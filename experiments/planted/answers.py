@@ -9,7 +9,7 @@ import itertools
 
 import numpy as np
 from jaxtyping import Float
-from populations import BLOCKS, DIVERGENCE, OWN_MASS, SLOTS, Population
+from populations import BLOCKS, DIVERGENCE, ENTROPY, OWN_MASS, SLOTS, Population
 from truth import BIN, CHANCE, DISTANCE, NUM_BINS, OWNS, PARTS, VISIBLE, Truth, X
 
 
@@ -26,7 +26,7 @@ def information(table: Float[np.ndarray, "label bin"]) -> float:
 def truths(population: Population) -> dict[str, float]:
     """Metric (with its bin, part, position or proxy in brackets) and true value, mean over proxies (or pairs)."""
     t = Truth(population)
-    return _places(t) | _sink(t) | _strength(t) | _recall(t) | _mass(t) | _overlap(t) | _kept(t) | _heads(t)
+    return _places(t) | _sink(t) | _strength(t) | _recall(t) | _mass(t) | _alike(t) | _heads(t)
 
 
 def _places(t: Truth) -> dict[str, float]:
@@ -65,32 +65,51 @@ def _recall(t: Truth) -> dict[str, float]:
     rate = [each.sum((1, 2)) / wanted.sum((1, 2)) for each in (hits, chance)]
     found = {"block_recall": float(rate[0].mean()), "recall_excess": float((rate[0] - rate[1]).mean())}
     for b in range(1, NUM_BINS):
-        held = (wanted * (b == BIN)).sum((1, 2))
-        if (held > 1e-9).all():
-            found[f"recall_by_distance[{b}]"] = float(((hits * (b == BIN)).sum((1, 2)) / held).mean())
+        held = (wanted * (b == BIN)).sum()
+        if held > 1e-9:
+            found[f"recall_by_distance[{b}]"] = float((hits * (b == BIN)).sum() / held)
     for i in range(PARTS):
         rows = i == OWNS * PARTS // BLOCKS
-        if (wanted[:, rows].sum((1, 2)) > 1e-9).all():
-            rate = hits[:, rows].sum((1, 2)) / wanted[:, rows].sum((1, 2))
-            found[f"recall_by_position[{i}]"] = float(rate.mean())
+        if wanted[:, rows].sum() > 1e-9:
+            found[f"recall_by_position[{i}]"] = float(hits[:, rows].sum() / wanted[:, rows].sum())
     return found
 
 
-def _overlap(t: Truth) -> dict[str, float]:
-    """Means over pairs. `kappa` is over all rows; `positional` and `content` over rows that two documents have."""
-    if t.of.source == "teacher" or len(t.of.lean) < 2:
+def _alike(t: Truth) -> dict[str, float]:
+    """Of two proxies, of one with itself, and the alarm that rests on both; not where each follows its teacher."""
+    if t.of.source == "teacher":
         return {}
+    there, proxies = t.rows.sum(0) ** 2, len(t.of.lean)
+    fixed = np.array([_kappa(t.elsewhere(p, p), there) for p in range(proxies)])
+    found, twins = {"fixed_choice": float(fixed.mean())}, np.zeros(proxies)
+    if pairs := _pairs(t):
+        names = ("overlap", "kappa", "positional", "content")
+        found |= dict(zip(names, np.mean(list(pairs.values()), 0).tolist(), strict=True))
+        twins = np.array([max(pairs[both][1] for both in pairs if p in both) for p in range(proxies)])
+    return found | _kept(t) | _alarm(t, fixed, twins)
+
+
+def _alarm(t: Truth, fixed: np.ndarray, twins: np.ndarray) -> dict[str, float]:
+    """`collapse` by proxy, where no rule is so close to its threshold that chance would decide."""
+    least = max(UNUSED, float(Truth(Population(lengths=t.of.lengths)).missed()[0]))
+    beyond = np.maximum.reduce([fixed - SAME, twins - SAME, t.missed() - least])
+    return {f"collapse[{p}]": float(by > 0) for p, by in enumerate(beyond) if abs(by) > CLEAR}
+
+
+SAME, UNUSED, CLEAR = 0.9, 0.5, 0.05
+"""Thresholds of the alarm, and how far from them a true value is clear."""
+
+
+def _pairs(t: Truth) -> dict[tuple[int, int], tuple[float, float, float, float]]:
+    """overlap, kappa (over all rows), positional, content (over rows that two documents have)."""
     here = t.rows.sum(0)
     there, has = here**2, np.where(here > 0, here, 1)
-    rows = []
-    for p in range(len(t.of.lean)):
-        for q in range(p + 1, len(t.of.lean)):
-            same = (t.rows * t.pair(p, q)).sum(0) / has
-            kappa, positional = _kappa(same, here), _kappa(t.elsewhere(p, q), there)
-            rows.append(
-                ((here * same).sum() / (SLOTS * here.sum()), kappa, positional, _kappa(same, there) - positional)
-            )
-    return dict(zip(("overlap", "kappa", "positional", "content"), np.mean(rows, 0).tolist(), strict=True))
+    found = {}
+    for p, q in itertools.combinations(range(len(t.of.lean)), 2):
+        same = (t.rows * t.pair(p, q)).sum(0) / has
+        share, positional = float((here * same).sum() / (SLOTS * here.sum())), _kappa(t.elsewhere(p, q), there)
+        found[p, q] = (share, _kappa(same, here), positional, _kappa(same, there) - positional)
+    return found
 
 
 def _kappa(shared: Float[np.ndarray, " own"], weight: Float[np.ndarray, " own"]) -> float:
@@ -110,20 +129,31 @@ def _sink(t: Truth) -> dict[str, float]:
 
 def _mass(t: Truth) -> dict[str, float]:
     """The teacher's blocks hold `heavy` of what the own block leaves, in equal parts; the others share the rest."""
-    here, free, h = t.rows.sum(0), 1 - OWN_MASS, t.heavy
     wanted = np.einsum("lo,plob->pob", t.rows, t.marginal("teacher"))
-    newest = wanted * (DISTANCE <= SLOTS)
-    rest = (1 - h) / (OWNS - SLOTS)
+    hits, newest = t.hits(), wanted * (DISTANCE <= SLOTS)
+    found = _reached(t, wanted, hits, newest)
+    places = {"": np.ones(len(OWNS), bool)}
+    places |= {f"_by_position[{i}]": i == OWNS * PARTS // BLOCKS for i in range(PARTS)}
+    for suffix, rows in places.items():
+        if (here := t.rows.sum(0) * rows).sum() > 0:
+            found |= _held(suffix, here, hits.sum(-1) * rows, newest.sum(-1) * rows, t.heavy)
+    return found
 
-    def held(on: np.ndarray) -> float:
-        """Mean mass a row on SLOTS blocks of which `on` (own block) are the teacher's, mean over proxies."""
-        mass = free * (h / SLOTS * on + rest * (SLOTS * here - on))
-        return float(mass.sum(-1).mean() / here.sum())
 
-    own, best, window = held(t.hits().sum(-1)), free * h, held(newest.sum(-1))
+def _held(suffix: str, here: np.ndarray, hits: np.ndarray, newest: np.ndarray, heavy: float) -> dict[str, float]:
+    """In rows of these weights (by own block), with as many of the teacher's blocks hit, by proxy and own block."""
+    free = 1 - OWN_MASS
+
+    def mass(on: np.ndarray) -> float:
+        """Mean mass a row on SLOTS blocks of which `on` are the teacher's, mean over proxies."""
+        each = free * (heavy / SLOTS * on + (1 - heavy) / (OWNS - SLOTS) * (SLOTS * here - on))
+        return float(each.sum(-1).mean() / here.sum())
+
+    own, best, window = mass(hits), free * heavy, mass(newest)
     random = float((here * CHANCE).sum() / here.sum()) * free
     found = {"captured_mass": own, "captured_mass_teacher": best, "captured_mass_window": window}
-    return found | _coverage("", own / best, random / best, window / best) | _reached(t, wanted, newest)
+    found = {name + suffix: value for name, value in found.items()}
+    return found | _coverage(suffix, own / best, random / best, window / best)
 
 
 def _coverage(suffix: str, own: float, random: float, window: float) -> dict[str, float]:
@@ -135,12 +165,12 @@ def _coverage(suffix: str, own: float, random: float, window: float) -> dict[str
     }
 
 
-def _reached(t: Truth, wanted: np.ndarray, newest: np.ndarray) -> dict[str, float]:
+def _reached(t: Truth, wanted: np.ndarray, hits: np.ndarray, newest: np.ndarray) -> dict[str, float]:
     """By the distance of the teacher's block: all its blocks hold as much, so that mass is a number of blocks."""
     each = (1 - OWN_MASS) * t.heavy / SLOTS / t.rows.sum()
     found = {}
     for b in range(1, NUM_BINS):
-        sums = [(of * (b == BIN)).sum() for of in (wanted, t.hits(), wanted * CHANCE[:, None], newest)]
+        sums = [(of * (b == BIN)).sum() for of in (wanted, hits, wanted * CHANCE[:, None], newest)]
         found[f"captured_mass_by_distance[{b}]"] = each * sums[1] / len(wanted)
         if sums[0] > 1e-9:
             found |= _coverage(f"_by_distance[{b}]", *(float(s / sums[0]) for s in sums[1:]))
@@ -149,20 +179,16 @@ def _reached(t: Truth, wanted: np.ndarray, newest: np.ndarray) -> dict[str, floa
 
 
 def _kept(t: Truth) -> dict[str, float]:
-    """Of a proxy against its earlier self, and against itself elsewhere: over rows that two documents have."""
-    if t.of.source == "teacher":
+    """Of a proxy against its earlier self, over rows that two documents have."""
+    if t.of.first is None:
         return {}
     here, proxies = t.rows.sum(0), range(len(t.of.lean))
     there, has = here**2, np.where(here > 0, here, 1)
-    found = {"fixed_choice": float(np.mean([_kappa(t.elsewhere(p, p), there) for p in proxies]))}
-    if t.of.first is None:
-        return found
     same = [(t.rows * t.kept(p)).sum(0) / has for p in proxies]
     other = [t.elsewhere(p, p, "first") for p in proxies]
     again = [[float((there * each).sum() / (SLOTS * there.sum())) for each in kind] for kind in (same, other)]
-    found["churn"] = 1 - float(np.mean(again[0]))
     rescaled = [(s - o) / (1 - o) if o < 1 - 1e-9 else np.nan for s, o in zip(*again, strict=True)]
-    return found | {"stability": float(np.mean(rescaled))}
+    return {"churn": 1 - float(np.mean(again[0])), "stability": float(np.mean(rescaled))}
 
 
 def _heads(t: Truth) -> dict[str, float]:
@@ -181,6 +207,7 @@ def _heads(t: Truth) -> dict[str, float]:
         "mutual_information_share": information(t.table("proxy", BIN, NUM_BINS)) / own if own > 1e-9 else np.nan,
         "overlap_heads": float(np.mean([(here * each).sum() / (SLOTS * here.sum()) for each in shared.values()])),
         "kappa_heads": float(np.mean(list(kappa.values()))),
+        "teacher_entropy": ENTROPY * float((here * np.log(1 + OWNS)).sum() / here.sum()),
         "group_divergence": DIVERGENCE[0],
         "group_divergence_excess": DIVERGENCE[0] - DIVERGENCE[1],
     }

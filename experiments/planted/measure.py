@@ -17,13 +17,14 @@ COLUMNS = ["metric", "run", "value", "low", "high", "null", "p_value", "reason"]
 PLACES = ("bin", "part", "position", "proxy")
 """Labels that stand in brackets behind the metric's name."""
 Measure = Callable[..., pd.DataFrame]
+PERMUTATIONS = 199
 
 
-def strength(sums: xr.Dataset) -> pd.DataFrame:
+def strength(sums: xr.Dataset, permutations: int = PERMUTATIONS) -> pd.DataFrame:
     """The mutual information and its relations, as a whole and by proxy, with the permutation test."""
     parts = [
-        specialization.mutual_information(sums, pool=("proxy",), permutations=PERMUTATIONS),
-        specialization.proxy_information(sums, permutations=PERMUTATIONS),
+        specialization.mutual_information(sums, pool=("proxy",), permutations=permutations),
+        specialization.proxy_information(sums, permutations=permutations),
     ]
     return pd.concat(parts, ignore_index=True)
 
@@ -39,10 +40,12 @@ def looks(sums: xr.Dataset) -> pd.DataFrame:
 
 
 def likeness(sums: xr.Dataset) -> pd.DataFrame:
-    """How alike choices are: of two proxies, of one at two records, of one in two documents."""
+    """How alike choices are: of two proxies, of one at two records, of one in two documents; and the alarm."""
+    alarms = specialization.collapse(sums)
     parts = [
         specialization.overlap(sums),
         _tables(sums, (specialization.churn, specialization.fixed_choice), ("proxy",)),
+        alarms[alarms["metric"] == "collapse"],
     ]
     return pd.concat(parts, ignore_index=True)
 
@@ -53,7 +56,7 @@ def heads(sums: xr.Dataset) -> pd.DataFrame:
         return pd.DataFrame({"metric": [], "step": [], "layer": []})
     parts = [
         specialization.head_groups(sums, permutations=PERMUTATIONS),
-        specialization.group_divergence(sums, pool=("proxy",)),
+        _tables(sums, (specialization.group_divergence, specialization.teacher_entropy), ("proxy",)),
     ]
     return pd.concat(parts, ignore_index=True)
 
@@ -62,7 +65,6 @@ def _tables(sums: xr.Dataset, functions: Sequence[Measure], pool: tuple[str, ...
     return pd.concat([function(sums, pool=pool) for function in functions], ignore_index=True)
 
 
-PERMUTATIONS = 199
 PLACED = (
     specialization.distance_profile,
     specialization.position_profile,
@@ -75,6 +77,7 @@ PLACED = (
     specialization.captured_mass,
     specialization.coverage,
     specialization.coverage_by_distance,
+    specialization.coverage_by_position,
 )
 ALL: tuple[Measure, ...] = (looks, likeness, strength, heads)
 

@@ -24,6 +24,8 @@ STRIDE = 4
 """The place that proxies copy: distances STRIDE, 2 STRIDE, ..."""
 DIVERGENCE = (0.2, 0.25)
 """Between the heads of a group, and of heads grouped at random: means over documents."""
+ENTROPY = 0.6
+"""Of the dense attention by block, as a share of its most: mean over documents."""
 NEWEST, OLDEST = 1e4, -1e4
 """Leans that leave nothing to chance."""
 UNEQUAL = (13, 14, 16, 18, 21, 24)
@@ -91,6 +93,7 @@ def draw(population: Population, *, runs: int, documents: int, rng: np.random.Ge
         own = shared[..., None] + population.own * rng.normal(size=(*size, len(population.heads)))
         held["head_teacher"] = _cut(_chosen(np.asarray(population.heads) + own, rng), length)
         held |= _divergence(held["selected"].shape[:1] + size, proxies, rng)
+        held["entropy"] = _entropy(held["selected"].shape[:1] + size, proxies, rng)
     return _log(held)
 
 
@@ -170,12 +173,19 @@ def _divergence(lead: tuple[int, ...], proxies: int, rng: np.random.Generator) -
     }
 
 
+def _entropy(lead: tuple[int, ...], proxies: int, rng: np.random.Generator) -> np.ndarray:
+    """Of the dense attention, by query block: more in some documents, and in rows that see more blocks."""
+    share = ENTROPY * rng.gamma(4, 1 / 4, (*lead[1:], 1, 1)) * rng.gamma(4, 1 / 4, (*lead[1:], proxies, 1))
+    return np.broadcast_to(share * np.log(1 + np.arange(BLOCKS)), (*lead, proxies, BLOCKS))
+
+
 def _log(held: dict[str, np.ndarray]) -> xr.Dataset:
     lead = ("step", "layer", "document", "proxy")
     dims = dict.fromkeys(("selected", "teacher", "mass", "teacher_mass"), (*lead, "query", "slot"))
     dims |= {"newest_mass": (*lead, "query_block", "distance"), "head_teacher": (*lead[1:3], "head", "query", "slot")}
     dims |= {
         "divergence": (*lead, "query_block"),
+        "entropy": (*lead, "query_block"),
         "regrouped_divergence": (*lead[1:3], "regrouping", "query_block"),
     }
     steps, runs, documents, proxies = held["selected"].shape[:4]

@@ -19,7 +19,7 @@ class Scenario(NamedTuple):
     nulls: tuple[str, ...] = ()
 
 
-STRENGTH = ("mutual_information", "eta_squared")
+STRENGTH = ("mutual_information", "eta_squared", "proxy_information[0]", "proxy_information[1]")
 PLACE = ("recency", "recency_teacher", "excess_recency")
 ALIKE = ("kappa", "positional", "content", "fixed_choice", "stability")
 FOUND = ("recall_excess", "coverage_over_random", "sink_excess")

@@ -62,8 +62,9 @@ class Truth:
     def _given(self, leans: tuple[float, ...]) -> Float[np.ndarray, "label common own_effect length own block"]:
         """Inclusion of each label's own draw, given a document's length and effects."""
         effect = self.of.common * self.node[:, None, None] + self.of.own * self.node[:, None]
-        effect = effect + self.of.longer(self.lengths.astype(float))
-        return np.stack([inclusion(lean + effect) for lean in leans]) if leans else np.empty(0)
+        longer, place = np.unique(self.of.longer(self.lengths.astype(float)), return_inverse=True)
+        given = [inclusion(lean + effect + longer)[:, :, place] for lean in leans]
+        return np.stack(given) if leans else np.empty(0)
 
     def _source(self) -> Float[np.ndarray, "own block"]:
         if self.of.source == "place":

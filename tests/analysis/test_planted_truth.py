@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import planted  # noqa: F401 (makes the modules of experiments/planted importable)
 import proof
 import pytest
 from answers import truths
-from measure import looks, measured
+from measure import measured
+from msa_analysis.specialization import recency
 from populations import BLOCK, BLOCKS, NEWEST, OLDEST, UNEQUAL, Population, draw
 from truth import BIN, OWNS, VISIBLE, Truth, inclusion
 
@@ -69,7 +72,7 @@ def test_closed_forms_are_what_counting_gives_in_many_documents() -> None:
 def test_documents_of_a_population_differ_as_they_should() -> None:
     """Recency of single documents scatters far more than rows drawn independently of one another would."""
     uneven, even = (
-        measured(population, runs=40, documents=4, seed=[0], measures=[looks])
+        measured(population, runs=40, documents=4, seed=[0], measures=[partial(recency, pool=("proxy",))])
         for population in (Population(common=2.0, heavy=None), Population(heavy=None))
     )
     spread = [frame[frame["metric"] == "recency"]["value"].std() for frame in (uneven, even)]

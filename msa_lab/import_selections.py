@@ -246,7 +246,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, framework="pt") as file:
             told = {key: value for key, value in (file.metadata() or {}).items() if key != "format"}
-            return told | {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            return told | {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
     except SafetensorError as error:
         raise ValueError(f"is no .safetensors file ({error})") from None
 

@@ -164,7 +164,7 @@ def bin_label(bin_: int) -> str:
 def position_label(position: int, num_blocks: int) -> str:
     """The own blocks of a part of the context."""
     first, last = (-(-p * num_blocks // NUM_POSITIONS) for p in (position, position + 1))
-    return str(first) if last - first == 1 else f"{first}–{last - 1}"  # noqa: RUF001
+    return str(first) if last - first == 1 else f"{first}–{last - 1}"  # noqa: RUF001 (a range is set with an en dash)
 
 
 def share_bin(x: np.ndarray) -> np.ndarray:

@@ -6,14 +6,10 @@ of every metric in them in closed form.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import xarray as xr
-
-sys.path.append(str(Path(__file__).parents[2] / "experiments" / "planted"))
 
 Rule = Callable[[np.random.Generator, int, int, np.ndarray], np.ndarray]
 """(generator, own block, slots, shape) -> learned block ids of shape (*shape, slots), all earlier than own."""

@@ -28,7 +28,7 @@ def table(quantities: tuple[str, ...] = ("loss", "bits_per_byte")) -> pd.DataFra
     rows = []
     for (rule, cost), layer, quantity in itertools.product(COST.items(), (pd.NA, 0, 2), quantities):
         scale = 1.0 if layer is pd.NA else 0.1 * (1 + layer)
-        for bin_, distance, share in ((pd.NA, pd.NA, 1.0), (-1, "nothing lost", 0.5), (1, "1", 0.3), (2, "2–3", 0.2)):  # noqa: RUF001
+        for bin_, distance, share in ((pd.NA, pd.NA, 1.0), (-1, "nothing lost", 0.5), (1, "1", 0.3), (2, "2–3", 0.2)):  # noqa: RUF001 (a range)
             value = cost * scale * (1 if bin_ is pd.NA else bin_)
             row = {"rule": rule, "layer": layer, "proxy": pd.NA, "quantity": quantity, "distance_of": "", "bin": bin_}
             if bin_ is not pd.NA:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
-import planted  # noqa: F401 (makes the modules of experiments/planted importable)
 import pytest
 
 

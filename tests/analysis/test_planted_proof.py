@@ -11,7 +11,6 @@ from functools import cache, partial
 
 import numpy as np
 import pandas as pd
-import planted  # noqa: F401 (makes the modules of experiments/planted importable)
 import proof
 import pytest
 import xarray as xr

@@ -6,7 +6,6 @@ from functools import partial
 
 import numpy as np
 import pandas as pd
-import planted  # noqa: F401 (makes the modules of experiments/planted importable)
 import proof
 import pytest
 from answers import truths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,20 +10,18 @@ import pandas as pd
 import pytest
 import torch
 import xarray as xr
+from measure_division import analyse, write
+from msa_analysis.specialization import recall_by_distance
+from msa_analysis.tally import tally
+from named_tests import agreement, compare_arms
+from run_tables import accuracy_by_bin, asked_only, distance_prior, keyless_reader
+
+from msa_lab.batch import Batch
+from msa_lab.data import open_data
+from msa_lab.sweep import load_study
+from msa_lab.train import train
 
 STUDY = Path(__file__).parents[2] / "experiments" / "recall_division"
-sys.path.append(str(STUDY))
-
-from measure_division import analyse, write  # noqa: E402
-from msa_analysis.specialization import recall_by_distance  # noqa: E402
-from msa_analysis.tally import tally  # noqa: E402
-from named_tests import agreement, compare_arms  # noqa: E402
-from run_tables import accuracy_by_bin, asked_only, distance_prior, keyless_reader  # noqa: E402
-
-from msa_lab.batch import Batch  # noqa: E402
-from msa_lab.data import open_data  # noqa: E402
-from msa_lab.sweep import load_study  # noqa: E402
-from msa_lab.train import train  # noqa: E402
 
 
 def test_the_arms_differ_in_the_share_of_near_questions_alone(tmp_path: Path) -> None:

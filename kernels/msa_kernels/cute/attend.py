@@ -94,8 +94,8 @@ def attend(problem: Problem, index: Index, partial: Partial, window: Window) -> 
 
 
 @dataclass(frozen=True)
-class Attend:
-    """Static facts: what a variant is compiled for. `with_values=False` gives only the log-sum-exps."""
+class Heads:
+    """Static facts of an attention over selections: what `Attend` and `Merge` share."""
 
     dtype: str
     dim: int
@@ -103,7 +103,6 @@ class Attend:
     num_heads: int
     num_kv_heads: int
     num_selections: int
-    with_values: bool = True
 
     @property
     def units(self) -> int:
@@ -119,6 +118,13 @@ class Attend:
     def queries(self) -> int:
         """Of a tile."""
         return hopper.ROWS // self.group
+
+
+@dataclass(frozen=True)
+class Attend(Heads):
+    """What a variant is compiled for. `with_values=False` gives only the log-sum-exps."""
+
+    with_values: bool = True
 
     def fakes(self) -> tuple:
         """q, k, v, edges, tasks, task_ptr, claims, starts, partial, lse, window, begin, slots, thread blocks."""

@@ -17,7 +17,7 @@ from jaxtyping import Float32 as Scalars
 from torch import Tensor
 
 from msa_kernels.cute import hopper
-from msa_kernels.cute.attend import Partial, Problem, Window
+from msa_kernels.cute.attend import Heads, Partial, Problem, Window
 from msa_kernels.cute.compile import load
 from msa_kernels.cute.index import Index
 
@@ -43,35 +43,12 @@ def merge(
 
 
 @dataclass(frozen=True)
-class Merge:
-    """Static facts: what a variant is compiled for. `with_values=False` gives only the log-sum-exps.
+class Merge(Heads):
+    """What a variant is compiled for. `with_values=False` gives only the log-sum-exps."""
 
-    `most_slots` bounds the slots of a selection: one of MOST_SLOTS.
-    """
-
-    dtype: str
-    dim: int
-    block_size: int
-    num_heads: int
-    num_kv_heads: int
-    num_selections: int
     most_slots: int
+    """Bounds the slots of a selection: one of MOST_SLOTS."""
     with_values: bool = True
-
-    @property
-    def units(self) -> int:
-        """Sets of heads that share both selection and keys."""
-        return max(self.num_selections, self.num_kv_heads)
-
-    @property
-    def group(self) -> int:
-        """Heads of a unit."""
-        return self.num_heads // self.units
-
-    @property
-    def queries(self) -> int:
-        """Of a tile."""
-        return hopper.ROWS // self.group
 
     def fakes(self) -> tuple:
         """q, k, v, blocks, first, starts, ends, claims, partial, its lse, out, lse, window, begin, end."""

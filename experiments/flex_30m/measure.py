@@ -3,6 +3,7 @@
     python experiments/flex_30m/measure.py reproduce   the same run in two processes with cold compile caches: equal?
     python experiments/flex_30m/measure.py train       both models to their end, each killed once on the way
     python experiments/flex_30m/measure.py speed       tokens/s and memory, with and without deterministic mode
+    python experiments/flex_30m/measure.py kernels     the MSA model for 200 sparse steps on each path, evaluated
 
 With two GPUs the arms run side by side, one each, so that neither disturbs the other's timing.
 """
@@ -29,22 +30,26 @@ from msa_lab.config_io import to_dict
 from msa_lab.runs import Run
 
 
-def launch(config: RunConfig, root: Path, gpu: int, caches: Path | None = None) -> subprocess.Popen:
-    """Start `msa-lab train` on one GPU, with compile caches of its own where given."""
+def launch(
+    config: RunConfig, root: Path, gpu: int, caches: Path | None = None, kernels: str | None = None
+) -> subprocess.Popen:
+    """Start `msa-lab train` on one GPU, with compile caches of its own and on a kernel path where given."""
     root.mkdir(parents=True, exist_ok=True)
     path = root / f"{config.arm}-{config.seed}.yaml"
     path.write_text(yaml.safe_dump(to_dict(config)))
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
     if caches is not None:
         environment |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
+    if kernels is not None:
+        environment["MSA_KERNELS"] = kernels
     command = [sys.executable, "-m", "msa_lab.cli", "train", "--config", str(path), "--root", str(root)]
     log = (root / f"{config.arm}-{config.seed}.log").open("a")
     return subprocess.Popen([*command, "--wandb", "disabled"], env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
-def finish(config: RunConfig, root: Path, gpu: int, caches: Path | None = None) -> Run:
+def finish(config: RunConfig, root: Path, gpu: int, caches: Path | None = None, kernels: str | None = None) -> Run:
     """Train to the end; an error shows the log's end."""
-    if launch(config, root, gpu, caches).wait():
+    if launch(config, root, gpu, caches, kernels).wait():
         print((root / f"{config.arm}-{config.seed}.log").read_text()[-3000:], flush=True)
         raise SystemExit(f"{config.arm}: failed")
     return Run.of(config, root)
@@ -88,23 +93,46 @@ def reproduce(out: Path, steps: int) -> None:
     write(out / "reproduce.json", report)
 
 
+def speeds(run: Run, after: int) -> dict[str, float | str]:
+    """tokens/s of the logged intervals after a step, and peak memory."""
+    table = run.metrics
+    seen = table[(table.name == "tokens_per_second") & (table.step > after)].value
+    quantiles = {f"tokens_per_second_{q}%": float(seen.quantile(q / 100)) for q in (10, 50, 90)}
+    result = run.result
+    return quantiles | {"peak_memory_gib": (result["peak_memory_bytes"] or 0) / 2**30, "path": result["path"]}
+
+
 def speed(out: Path, steps: int) -> None:
-    """tokens/s (median of the second half) and peak memory, deterministic and not, one arm a GPU."""
+    """tokens/s of the second half and peak memory, deterministic and not, one arm a GPU."""
     gpus, report = torch.cuda.device_count(), {}
     folder = Path(tempfile.mkdtemp())
 
     def both(i: int, config: RunConfig) -> None:
         for on in (True, False):
             run = finish(short(config, steps, deterministic=on), folder / str(on), i % gpus)
-            result = run.result
-            report[f"{config.arm}{'' if on else ', not deterministic'}"] = {
-                "tokens_per_second": result["tokens_per_second"],
-                "peak_memory_gib": (result["peak_memory_bytes"] or 0) / 2**30,
-                "path": result["path"],
-            }
+            report[f"{config.arm}, {'' if on else 'not '}deterministic"] = speeds(run, steps // 2 + 20)
 
     side_by_side([lambda i=i, c=c: both(i, c) for i, c in enumerate(runs())], gpus)
     write(out / "speed.json", report)
+
+
+def kernels(out: Path, steps: int) -> None:
+    """The MSA model from one seed on each path: 20 warm-up steps, then sparse ones; speed, losses, evaluation."""
+    config = runs()[0]
+    train = replace(config.train, steps=steps + 20, proxy_warmup_steps=20, warmup_steps=20, log_every=10)
+    config = replace(config, train=replace(train, validate_every=100), selections=replace(config.selections, records=4))
+    folder, report = Path(tempfile.mkdtemp()), {}
+    for path in ("flex", "cute"):
+        run = finish(config, folder / path, 0, kernels=path)
+        table = run.metrics
+        losses = {
+            f"{name} at step {step}": float(table[(table.name == name) & (table.step == step)].value.iloc[0])
+            for name in ("train/ce", "train/kl")
+            for step in (20, 30, 100, steps + 20)
+        }
+        report[path] = speeds(run, 60) | {"bits_per_byte": run.result["bits_per_byte"]} | losses
+        (out / f"environment_{path}.json").write_text((run.path / "environment.json").read_text())
+    write(out / "kernels.json", report)
 
 
 def train(out: Path, root: Path, steps: int) -> None:
@@ -153,8 +181,10 @@ def write(path: Path, report: dict) -> None:
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("reproduce", "speed", "train"))
-    parser.add_argument("--steps", type=int, default=0, help="steps a run (reproduce: 40, speed: 200, train: 4000)")
+    parser.add_argument("what", choices=("reproduce", "speed", "kernels", "train"))
+    parser.add_argument(
+        "--steps", type=int, default=0, help="steps a run (reproduce: 40, speed: 200, kernels: 200, train: 4000)"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where the tables go")
     parser.add_argument("--root", type=Path, default=Path("runs"), help="where `train` keeps its runs")
     args = parser.parse_args()
@@ -163,6 +193,8 @@ def main() -> None:
         reproduce(args.out, args.steps or 40)
     elif args.what == "speed":
         speed(args.out, args.steps or 200)
+    elif args.what == "kernels":
+        kernels(args.out, args.steps or 200)
     else:
         train(args.out, args.root, args.steps or 4000)
 

@@ -70,7 +70,7 @@ CASES = {**DOCUMENTS, **{f"random_{seed}": random_documents(seed) for seed in ra
 def test_the_grid_is_that_of_the_documents(name: str, block_size: int):
     batch, sequence, documents = CASES[name]
     total, offsets = batch * sequence, offsets_of(batch, sequence, documents)
-    first, starts, ends = make_layout(offsets, total, block_size)
+    first, starts, ends = make_layout(offsets, batch, sequence, block_size, offsets.device)
     grid = grid_of(batch, sequence, offsets, block_size)
     token = torch.arange(total, device="cuda")
     assert torch.equal(starts[first.long()], token - grid.position)
@@ -81,6 +81,15 @@ def test_the_grid_is_that_of_the_documents(name: str, block_size: int):
     assert len(starts) == total // block_size + len(offsets) - 1
     assert bool(((starts >= 0) & (ends - starts <= block_size) & (starts <= ends) & (ends <= total)).all())
     assert int((ends - starts).sum()) == total
+
+
+@pytest.mark.parametrize(("batch", "sequence"), [(1, 1), (3, 128), (5, 130), (2, 1000)])
+def test_without_offsets_each_row_is_a_document(batch: int, sequence: int):
+    offsets = offsets_of(batch, sequence, None)
+    for block_size in (64, 128):
+        rows = make_layout(None, batch, sequence, block_size, offsets.device)
+        for ours, theirs in zip(rows, make_layout(offsets, batch, sequence, block_size, offsets.device), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def rows_of(scores: torch.Tensor, begin: int, end: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -110,7 +119,7 @@ def random_scores(kind: str, shape: tuple[int, ...], seed: int = 0) -> torch.Ten
 def chosen(scores: torch.Tensor, offsets: torch.Tensor, block_size: int, slots: int, local: int, sink: int, *cuts: int):
     """The kernel's selection, by query ranges between the cuts."""
     batch, proxies, sequence, count = scores.shape
-    first, starts, _ = make_layout(offsets, batch * sequence, block_size)
+    first, starts, _ = make_layout(offsets, batch, sequence, block_size, offsets.device)
     own = layout(batch, sequence, block_size, offsets).block[:, None, :, None]
     hidden = torch.arange(count, device="cuda") > own
     blocks = torch.empty(batch, proxies, sequence, slots, dtype=torch.int32, device="cuda")
@@ -213,8 +222,7 @@ def random_choice(kind: str, batch: int, sequence: int, proxies: int, slots: int
 
 def check_index(blocks: torch.Tensor, offsets: torch.Tensor, block_size: int, window: int) -> None:
     batch, _, sequence, _ = blocks.shape
-    total = batch * sequence
-    first, starts, _ = make_layout(offsets, total, block_size)
+    first, starts, _ = make_layout(offsets, batch, sequence, block_size, offsets.device)
     index = build(blocks, first, starts, window, block_size=block_size)
     own = grid_of(batch, sequence, offsets, block_size).block
     expected = plain_index(blocks, first, own, len(starts), window)
@@ -266,7 +274,7 @@ def test_the_index_at_a_million_tokens():
 def test_the_index_repeats_bit_for_bit_behind_other_work():
     offsets = offsets_of(1, 8192, None)
     blocks = random_choice("sink", 1, 8192, 4, 16, offsets, 128)
-    first, starts, _ = make_layout(offsets, 8192, 128)
+    first, starts, _ = make_layout(offsets, 1, 8192, 128, offsets.device)
     noise = torch.randn(2048, 2048, device="cuda")
     expected = build(blocks, first, starts, 2048, block_size=128)
     for repeat in range(50):
@@ -283,7 +291,7 @@ def test_nothing_waits_for_the_device():
     for repeat in range(2):  # the first time compiles
         torch.cuda.set_sync_debug_mode("error" if repeat else "default")
         try:
-            first, starts, _ = make_layout(offsets, 2048, 64)
+            first, starts, _ = make_layout(offsets, 1, 2048, 64, offsets.device)
             choose(rows, first, starts, blocks, 0, 2048, block_size=64)
             build(blocks, first, starts, 1024, block_size=64)
         finally:

@@ -67,7 +67,7 @@ class Partial(NamedTuple):
     """Results of single blocks, of a window of queries: line ((query * units + unit) * slots + slot) * group + head."""
 
     out: Float[Tensor, "line dim"] | None
-    """Normalised, its columns in the order of `Attend.store`; None without values."""
+    """Normalised, in the order of `hopper.chunk_place`; None without values."""
     lse: Scalars[Tensor, "line"]
     """To the base 2. Slots that hold no earlier block are not written."""
 
@@ -87,9 +87,8 @@ def attend(problem: Problem, index: Index, partial: Partial, window: Window) -> 
     """
     q, k, v, blocks = problem[:4]
     kernel = Attend(*problem.facts, v is not None)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     edges, tasks, task_ptr, claims = index
-    numbers = window.number, window.begin, blocks.shape[3], processors
+    numbers = window.number, window.begin, blocks.shape[3], hopper.processors(q.device)
     load(kernel)(q, k, v, edges, tasks, task_ptr, claims, problem.starts, *partial, *numbers)
 
 
@@ -323,15 +322,21 @@ class Attend(Heads):
             first, last, unit = place[0], place[1] - 1, place[2]
             count = last + 1 - first
             tiles = cute.ceil_div(count, self.queries)
+            # The lanes hold the edges of `group` tiles, and have those of as many more on their way.
+            at = first + lane // half * self.queries + which * half + lane % half
+            following = edges[cutlass.max(cutlass.min(at, last), 0)]
+            edge = following
             for j in cutlass.range(tiles, unroll=1):
                 stage, phase = hopper.place(base + j, QUERY_STAGES)
-                at = first + j * self.queries + which * half + lane % half
-                edge = edges[cutlass.min(at, last)]
+                if j & (self.group - 1) == 0:
+                    edge = following
+                    following = edges[cutlass.min(at + (j + self.group) * self.queries, last)]
                 cute.arch.mbarrier_wait(bars + QUERY_STAGES + stage, phase ^ 1)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(bars + stage, size)
                 for i in cutlass.range_constexpr(half):
-                    query = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(edge, i) >> SLOT_BITS)
+                    held = cute.arch.shuffle_sync(edge, (j & (self.group - 1)) * half + i)
+                    query = cute.arch.make_warp_uniform(held >> SLOT_BITS)
                     for h in cutlass.range_constexpr(self.dim // 64):
                         cute.copy(
                             load,
@@ -417,13 +422,16 @@ class Attend(Heads):
         partial, lse = results
         words = cute.recast_tensor(weights, Int32)
         following_words = cute.make_rmem_tensor(words.shape, Int32)
-        at = self.rows_of(edges, task, tile, numbers)
+        at = self.rows_of(self.edges_of(edges, task, tile), task, numbers)
+        # Loaded long before they are used, as the first thing that is waited for in every turn of the loop.
+        coming = self.edges_of(edges, task, tile + 2)
         self.score(mma, scores, a, keys[0], base + tile, bars)
         warpgroup.wait_group(0)
         self.release(bars, base + tile)
         inverse = self.softmax(scores, words, lse, at)
         for later in cutlass.range(tile + 2, tiles, 2, unroll=1):
-            following = self.rows_of(edges, task, later, numbers)
+            following = self.rows_of(coming, task, numbers)
+            coming = self.edges_of(edges, task, later + 2)
             self.score(mma, scores, a, keys[0], base + later, bars)
             if cutlass.const_expr(self.with_values):
                 hopper.multiply(mma_values, out, weights, keys[1])
@@ -447,17 +455,24 @@ class Attend(Heads):
             self.store(out, partial, at, inverse)
 
     @cute.jit
-    def rows_of(self, edges: cute.Tensor, task: tuple, tile: Int32, numbers: tuple):
-        """Where the results of the thread's two rows of a tile go; a tile that is not full repeats its last edge."""
-        first, last, unit, _ = task
+    def edges_of(self, edges: cute.Tensor, task: tuple, tile: Int32):
+        """Those of the thread's two rows of a tile; a tile that is not full repeats its last edge."""
+        first, last, _, _ = task
+        thread, _, _ = cute.arch.thread_idx()
+        at = first + tile * self.queries
+        own, other = hopper.row_of(thread) // self.group, (hopper.row_of(thread) + 8) // self.group
+        return edges[cutlass.min(at + own, last)], edges[cutlass.min(at + other, last)]
+
+    @cute.jit
+    def rows_of(self, pair: tuple, task: tuple, numbers: tuple):
+        """Where the results of two rows go, given their edges."""
         begin, slots = numbers
         thread, _, _ = cute.arch.thread_idx()
         places = []
         for j in cutlass.range_constexpr(2):
-            here = hopper.row_of(thread) + 8 * j
-            edge = edges[cutlass.min(first + tile * self.queries + here // self.group, last)]
-            query = Int64((edge >> SLOT_BITS) - begin) * self.units + unit
-            places.append((query * slots + (edge & ((1 << SLOT_BITS) - 1))) * self.group + here % self.group)
+            head = (hopper.row_of(thread) + 8 * j) % self.group
+            query = Int64((pair[j] >> SLOT_BITS) - begin) * self.units + task[2]
+            places.append((query * slots + (pair[j] & ((1 << SLOT_BITS) - 1))) * self.group + head)
         return places[0], places[1]
 
     @cute.jit
@@ -495,16 +510,16 @@ class Attend(Heads):
 
     @cute.jit
     def store(self, out: cute.Tensor, partial: cute.Tensor, at: tuple, inverse: tuple):
-        """The normalised result, in the order that `merge.py` reads: 16 bytes of a lane after those of its quad."""
+        """The normalised result, in the order that `merge.py` reads."""
         lane = cute.arch.lane_idx()
         for j in cutlass.range_constexpr(2):
-            line = partial.iterator + at[j] * self.dim
             for c in cutlass.range_constexpr(self.dim // 32):
                 words = [
                     hopper.pack_halves(out[4 * n + 2 * j] * inverse[j], out[4 * n + 2 * j + 1] * inverse[j], self.dtype)
                     for n in range(4 * c, 4 * c + 4)
                 ]
-                hopper.store_16_bytes(line + (c * 4 + lane % 4) * 8, words)
+                place = hopper.chunk_place(at[j], self.group, self.dim, c, lane)
+                hopper.store_16_bytes(partial.iterator + place, words)
 
 
 def variants() -> list[Attend]:

@@ -240,6 +240,7 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
+@functools.cache
 def missing() -> str | None:
     """What is not installed that compiles kernels, and how to get it."""
     for name, module in NEEDED.items():

@@ -5,8 +5,11 @@ A warpgroup (128 threads) multiplies 64 rows at a time (`wgmma`). Its accumulato
 is row x // 2 % 2, column x // 4 * 8 + t % 4 * 2 + x % 2. The same order is that of an operand A in registers.
 """
 
+import functools
+
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
@@ -246,6 +249,18 @@ def allocate(memory: cutlass.memory.SmemAllocator, kind: str, layout: cute.Compo
     return memory.allocate_tensor(DTYPES[kind], layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
 
+def chunk_place(line: Int64, group: int, dim: int, chunk: int, lane: Int32) -> Int64:
+    """Where in single blocks' results a lane's 16 bytes of a line stand, its chunk of eight columns.
+
+    Word w of chunk c holds columns `c * 32 + w * 8 + lane % 4 * 2` and the next one: an accumulator's order. Lines of
+    two neighbouring heads, which neighbouring quads hold, alternate, so that together they fill whole lines of the
+    cache. What belongs to another slot of the same query is `group * dim` further a slot.
+    """
+    if group % 2:
+        return line * dim + (chunk * 4 + lane % 4) * 8
+    return (line >> 1) * (2 * dim) + chunk * 64 + (line & 1) * 32 + lane % 4 * 8
+
+
 def row_of(thread: Int32) -> Int32:
     """The first of the two rows of a warpgroup's tile that a thread holds; the other is 8 further."""
     return thread % WARPGROUP // 32 * 16 + thread % 32 // 4
@@ -283,6 +298,12 @@ def softmax(scores: cute.Tensor, scale: float, words: cute.Tensor | None, kind: 
     return (tops[0], tops[1]), (sums[0], sums[1])
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def fake(dtype: type[cutlass.Numeric], shape: tuple, align: int = 16) -> cute.Tensor:
     """A row-major tensor to compile with."""
     order = tuple(reversed(range(len(shape))))
@@ -292,3 +313,65 @@ def fake(dtype: type[cutlass.Numeric], shape: tuple, align: int = 16) -> cute.Te
 def fake_stream():
     """The current stream of the caller's framework."""
     return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+@cute.jit
+def accumulate(mma: cute.TiledMma, accumulator: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
+    """Start accumulator += a b as one group of asynchronous instructions."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    for k in cutlass.range_constexpr(cute.size(b, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        cute.gemm(atom, accumulator, a[None, None, k], b[None, None, k], accumulator)
+    warpgroup.commit_group()
+
+
+@dsl_user_op
+def store_matrices(address: Int32, words, *, loc=None, ip=None) -> None:
+    """Four 8 x 8 matrices of 16-bit numbers, spread over a warp as accumulators are, to shared memory (`stmatrix`).
+
+    Lane l's address is that of row l % 8 of matrix l // 8, 16 bytes.
+    """
+    llvm.inline_asm(
+        None,
+        [Int32(address).ir_value(loc=loc, ip=ip)]
+        + [Int32(word).ir_value(loc=loc, ip=ip) for word in words],
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+        "r,r,r,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+@dsl_user_op
+def load_pair(pointer: cute.Pointer, *, loc=None, ip=None) -> tuple[Float32, Float32]:
+    """Two neighbouring fp32 from an 8-byte aligned place in shared memory."""
+    pair = llvm.inline_asm(
+        llvm.StructType.get_literal([T.f32()] * 2),
+        [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)],
+        "ld.shared.v2.f32 {$0, $1}, [$2];",
+        "=f,=f,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return tuple(Float32(llvm.extractvalue(T.f32(), pair, [i], loc=loc, ip=ip)) for i in range(2))
+
+
+@dsl_user_op
+def store_pair(pointer: cute.Pointer, first: Float32, second: Float32, *, loc=None, ip=None) -> None:
+    """Two neighbouring fp32 to an 8-byte aligned place in global memory."""
+    llvm.inline_asm(
+        None,
+        [
+            pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+            Float32(first).ir_value(loc=loc, ip=ip),
+            Float32(second).ir_value(loc=loc, ip=ip),
+        ],
+        "st.global.v2.f32 [$0], {$1, $2};",
+        "l,f,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )

@@ -375,16 +375,23 @@ class Merge(Heads):
                     factor = cute.arch.shuffle_sync(weight, lane // 4 * 4 + i)
                     inside = chunk + i < counts[j]
                     slot = cutlass.max(cutlass.min(chunk + i, counts[j] - 1), 0)
-                    line = partial.iterator + (lines[j] + slot * self.group) * self.dim
-                    self.add_line(out, line, j, factor, inside, lane)
+                    results = partial.iterator + Int64(slot) * (self.group * self.dim)
+                    self.add_line(out, results, lines[j], j, factor, inside, lane)
 
     @cute.jit
     def add_line(
-        self, out: cute.Tensor, line: cute.Pointer, j: cutlass.Constexpr, factor: Float32, inside: Boolean, lane: Int32
+        self,
+        out: cute.Tensor,
+        slot: cute.Pointer,
+        line: Int64,
+        j: cutlass.Constexpr,
+        factor: Float32,
+        inside: Boolean,
+        lane: Int32,
     ):
-        """One block's result of one row."""
+        """One block's result of one row: `line` is that of the first slot, `slot` where the block's slot begins."""
         for c in cutlass.range_constexpr(self.dim // 32):
-            words = hopper.load_16_bytes(line + (c * 4 + lane % 4) * 8)
+            words = hopper.load_16_bytes(slot + hopper.chunk_place(line, self.group, self.dim, c, lane))
             for w in cutlass.range_constexpr(4):
                 word = words[w] if inside else Int32(0)
                 low, high = hopper.unpack_halves(word, self.dtype)

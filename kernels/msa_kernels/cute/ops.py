@@ -18,10 +18,7 @@ PARTIAL_BYTES = 2**31
 def _layout(cu_seqlens: Tensor | None, batch: int, sequence: int, block_size: int, device: torch.device) -> tuple:
     from msa_kernels.cute.layout import make_layout
 
-    if cu_seqlens is None:
-        # Made anew: a tensor that is kept would belong to the memory of whichever CUDA graph was captured first.
-        cu_seqlens = torch.arange(0, batch * sequence + 1, sequence, dtype=torch.int32, device=device)
-    return make_layout(cu_seqlens, batch * sequence, block_size)
+    return make_layout(cu_seqlens, batch, sequence, block_size, device)
 
 
 def _window(total: int, bytes_a_token: int, most: int, multiple: int) -> int:

@@ -97,12 +97,9 @@ def wholes(result: dict[str, Any], operation: str, dense: str) -> str:
             ratio = ["-", "-"]
             if best is not None:
                 ratio = [f"**{best[key] / row[key]:.2f}x**" for key in ("device_ms", "median_ms")]
-            lines.append(
-                [length(sequence), name.split(", ")[1], f"{row['device_ms']:.3f}", *cells]
-                + ratio
-                + [f"{row['median_ms']:.3f} ({row['least_ms']:.3f} to {row['most_ms']:.3f})"]
-                + [f"{row['peak_mib']:.0f}", f"{row['launches']}"]
-            )
+            spread = f"{row['median_ms']:.3f} ({row['least_ms']:.3f} to {row['most_ms']:.3f})"
+            line = [length(sequence), name.split(", ")[1], f"{row['device_ms']:.3f}", *cells, *ratio, spread]
+            lines.append([*line, f"{row['peak_mib']:.0f}", f"{row['launches']}"])
     head = ["S", "selection", "ms, GPU busy", "FA4", "cuDNN", "FA4 / ours", "from idle", "ms from idle, median (range)"]
     return markdown([*head, "peak MiB", "launches"], lines)
 

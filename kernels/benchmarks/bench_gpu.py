@@ -1,11 +1,12 @@
-"""Time selection and sparse attention, stage by stage and as a whole, against dense attention on one GPU.
+"""Time selection, sparse attention and a whole training step, stage by stage and as a whole, against dense attention.
 
 Everything is timed in one process, one call of each in turn, so that what the GPU does in the course of time (clocks,
 temperature) strikes all alike: median, least and most of `--repeats` rounds by CUDA events, after `--warmup` rounds
-that pay for compilation. "forward" is `select_blocks` and `sparse_attention` together. These times begin on an idle GPU
-and so contain what the host takes to launch; "device" is the median where the GPU first waits until all is launched, as
-in a training step that keeps it busy. The stages of a forward are timed in that way too; one that is called several
-times (windows) is summed. The selection that is attended to is either
+that pay for compilation. "forward" is `select_blocks` and `sparse_attention` together; "step" adds the KL, its value
+included, and all gradients; "dense step" is dense attention with its gradients. These times begin on an idle GPU and so
+contain what the host takes to launch; "device" is the median where the GPU first waits until all is launched, as in a
+training that keeps it busy. The stages are timed in that way too; one that is called several times (windows) is summed.
+Stages of a step's KL and backward are parts of these two. The selection that is attended to is either
 
     selected by proxies   what `select_blocks` chose from random inputs: neighbouring queries agree by chance alone
     overlap               a planted one: of its neighbour's blocks, a query keeps each with probability `--keep`
@@ -14,7 +15,7 @@ Dense attention is cuDNN's, through PyTorch, and FlashAttention-4's where `flash
 above the inputs; launches are kernels that the profiler saw in one call. Nothing is asserted. Examples:
 
     python kernels/benchmarks/bench_gpu.py
-    python kernels/benchmarks/bench_gpu.py --sequence 16384 --only forward --profile
+    python kernels/benchmarks/bench_gpu.py --sequence 16384 --only step "dense step" --profile
 """
 
 import argparse
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from bench_ops import show_profile
-from msa_kernels import Selection, select_blocks, sparse_attention
+from msa_kernels import Selection, msa_attention, select_blocks, sparse_attention
 from msa_kernels.dispatch import PATHS
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -49,7 +50,26 @@ STAGES = {
     "merge": ("merge", "merge"),
 }
 """Module of msa_kernels.cute and function, by the stage's name here."""
-OPERATIONS = ("forward", "select_blocks", "sparse_attention", "dense")
+PARTS = (
+    ("kl", "divergence"),
+    ("backward", "attention_gradients"),
+    ("layout", "make_layout"),
+    ("index", "build"),
+    ("rows", "make_rows"),
+    ("delta", "make_deltas"),
+    ("student's attend", "attend"),
+    ("student's merge", "merge"),
+    ("products", "proxy_kl"),
+    ("products", "backward"),
+    ("sum for queries", "sum_queries"),
+    ("sum for keys", "sum_keys"),
+    ("sum of values", "sum_values"),
+    ("scale", "scale"),
+)
+"""Stages that a step has besides, and their functions in msa_kernels.cute.gradients."""
+CONTAINERS = ("kl", "backward")
+"""Stages that others are parts of, which get the container's name before theirs."""
+OPERATIONS = ("forward", "step", "select_blocks", "sparse_attention", "dense", "dense step")
 HEAD_START = 20_000_000
 """Clock ticks for which the GPU waits while the host launches, about 10 ms."""
 VERSIONS = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "quack-kernels", "triton")
@@ -137,23 +157,49 @@ def operations(options: argparse.Namespace, sequence: int) -> tuple[dict[str, Ca
         select()
         return attend(overlap)
 
-    def cudnn() -> Tensor:
+    def cudnn(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+            return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    upstream = tensor(options.heads, options.dim)
+    leaves = [x.detach().requires_grad_() for x in (q_proxy, k_proxy, q, k, v)]
+    weights = torch.ones(options.proxies, device="cuda")
+
+    @torch.enable_grad()
+    def step(selection: Selection | None = None) -> object:
+        chosen = {"selection": select() if selection is None else selection}
+        found = msa_attention(*leaves, **chosen, backend=options.path)
+        return torch.autograd.grad((found.out, found.kl), leaves, (upstream, weights))
+
+    def step_overlap() -> object:
+        select()
+        return step(overlap)
+
+    @torch.enable_grad()
+    def dense_step(attention: Callable[..., Tensor]) -> object:
+        return torch.autograd.grad(attention(*leaves[2:]), leaves[2:], upstream)
 
     calls: dict[str, Call] = {
         "forward, selected by proxies": lambda: attend(select()),
         "forward, overlap": forward_overlap,
+        "step, selected by proxies": step,
+        "step, overlap": step_overlap,
         "select_blocks": select,
         "sparse_attention, selected by proxies": lambda: attend(chosen),
         "sparse_attention, overlap": lambda: attend(overlap),
         "dense, cuDNN": cudnn,
+        "dense step, cuDNN": lambda: dense_step(cudnn),
     }
     with contextlib.suppress(ImportError):
         from flash_attn.cute.interface import flash_attn_func
 
-        calls["dense, FlashAttention-4"] = lambda: flash_attn_func(q, k, v, causal=True)
+        def flash(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            found = flash_attn_func(q, k, v, causal=True)
+            return found[0] if isinstance(found, tuple) else found
+
+        calls["dense, FlashAttention-4"] = flash
+        calls["dense step, FlashAttention-4"] = lambda: dense_step(flash)
     if options.only:
         calls = {name: call for name, call in calls.items() if name.split(",")[0] in options.only}
     return calls, {"proxies": agreement(chosen), "overlap": agreement(overlap)}
@@ -163,27 +209,34 @@ def operations(options: argparse.Namespace, sequence: int) -> tuple[dict[str, Ca
 def marked() -> Iterator[list[tuple[str, torch.cuda.Event, torch.cuda.Event]]]:
     """Every call of a stage within, with an event before and one behind it."""
     seen: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+    inside: list[str] = []  # gradients run in a thread of their own, but one thing after the other
 
     def mark(stage: str, function: Callable) -> Callable:
         def run(*given: Any, **named: Any) -> object:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            name = ", ".join([*inside, stage])
+            inside.extend([stage] if stage in CONTAINERS else [])
             start.record()
-            result = function(*given, **named)
-            end.record()
-            seen.append((stage, start, end))
+            try:
+                result = function(*given, **named)
+            finally:
+                end.record()
+                del inside[len(inside) - (stage in CONTAINERS) :]
+            seen.append((name, start, end))
             return result
 
         return run
 
-    places = {stage: (importlib.import_module(f"msa_kernels.cute.{m}"), name) for stage, (m, name) in STAGES.items()}
-    originals = {stage: getattr(*place) for stage, place in places.items()}
+    every = [(stage, *place) for stage, place in STAGES.items()] + [(part, "gradients", name) for part, name in PARTS]
+    places = [(stage, importlib.import_module(f"msa_kernels.cute.{module}"), name) for stage, module, name in every]
+    originals = [getattr(module, name) for _, module, name in places]
     try:
-        for stage, place in places.items():
-            setattr(*place, mark(stage, originals[stage]))
+        for (stage, module, name), original in zip(places, originals, strict=True):
+            setattr(module, name, mark(stage, original))
         yield seen
     finally:
-        for stage, place in places.items():
-            setattr(*place, originals[stage])
+        for (_, module, name), original in zip(places, originals, strict=True):
+            setattr(module, name, original)
 
 
 def stage_times(call: Call) -> dict[str, float]:
@@ -229,7 +282,7 @@ def cost(call: Call) -> dict[str, float]:
 
 
 def measure(calls: dict[str, Call], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each call, and behind a forward one for each of its stages; a call that fails says why."""
+    """A row for each call, and behind a forward or step one for each of its stages; a call that fails says why."""
     rows: dict[str, dict[str, Any]] = {}
     times: dict[str, list[float]] = {}
     launched: dict[str, list[float]] = {name: [] for name in calls}
@@ -242,7 +295,7 @@ def measure(calls: dict[str, Call], options: argparse.Namespace) -> list[dict[st
             rows[name] = {"failed": str(error).strip().splitlines()[0]}
             del calls[name]
             torch.cuda.empty_cache()
-    staged = [name for name in calls if options.path == "cute" and name.startswith("forward")]
+    staged = [name for name in calls if options.path == "cute" and name.startswith(("forward", "step"))]
     for _ in range(options.repeats):
         for name, call in calls.items():
             times.setdefault(name, []).append(whole_time(call))
@@ -264,9 +317,8 @@ def measure(calls: dict[str, Call], options: argparse.Namespace) -> list[dict[st
 
 
 def show(sequence: int, rows: list[dict[str, Any]]) -> None:
-    """Print the rows; a forward's last column compares its median with FlashAttention-4's, or else with cuDNN's."""
+    """Print the rows; a forward's or step's last column compares it with FlashAttention-4's, or else with cuDNN's."""
     medians = {row["operation"]: row["median_ms"] for row in rows if "median_ms" in row}
-    dense = medians.get("dense, FlashAttention-4", medians.get("dense, cuDNN"))
     for row in rows:
         whole, _, stage = row["operation"].partition(": ")
         line = f"{sequence:8d}  {'    ' + stage if stage else whole:40}"
@@ -276,7 +328,9 @@ def show(sequence: int, rows: list[dict[str, Any]]) -> None:
             line += "".join(f"{row[key]:10.3f}" for key in ("median_ms", "least_ms", "most_ms", "device_ms"))
         if "launches" in row:
             line += f"{row['peak_mib']:10.0f}{row['launches']:10d}"
-            line += f"{dense / row['median_ms']:9.2f}x" if dense and whole.startswith("forward") else ""
+            peer = {"forward": "dense", "step": "dense step"}.get(whole.split(",")[0])
+            dense = medians.get(f"{peer}, FlashAttention-4", medians.get(f"{peer}, cuDNN"))
+            line += f"{dense / row['median_ms']:9.2f}x" if dense else ""
         print(line, flush=True)
 
 

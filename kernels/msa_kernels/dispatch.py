@@ -27,6 +27,17 @@ class MSAOutput(NamedTuple):
     selection: Selection
 
 
+class Sizes(NamedTuple):
+    """What decides which paths can compute something; what plays no part is None."""
+
+    dtype: torch.dtype
+    head_dim: int | None
+    proxy_dim: int | None
+    block_size: int
+    group_size: int | None
+    top_k_blocks: int | None
+
+
 def select_path(
     *,
     device_type: str,
@@ -34,29 +45,36 @@ def select_path(
     head_dim: int | None,
     proxy_dim: int | None,
     block_size: int,
+    group_size: int | None = None,
+    top_k_blocks: int | None = None,
     backend: str | None = None,
 ) -> tuple[str, str]:
     """The path for such inputs ("reference", "flex" or "cute") and the reason for it.
 
-    `backend`, else the environment variable MSA_KERNELS, is a wish; ValueError where it cannot be met. A dim that plays
-    no part is None.
+    `group_size` is the number of query heads that share both proxy and keys, num_query_heads / max(num_proxies,
+    num_kv_heads). What plays no part is None. `backend`, else the environment variable MSA_KERNELS, is a wish;
+    ValueError where it cannot be met.
     """
     wish, source = (backend, "backend") if backend else (os.environ.get("MSA_KERNELS") or None, "MSA_KERNELS")
     if wish is not None and wish not in PATHS:
         raise ValueError(f"{source}={wish!r} is no path; use one of {', '.join(PATHS)}")
+    sizes = Sizes(dtype, head_dim, proxy_dim, block_size, group_size, top_k_blocks)
     obstacles = {
         "reference": None,
-        "flex": _flex_obstacle(device_type, dtype, head_dim, proxy_dim, block_size),
-        "cute": _cute_obstacle(device_type, dtype, head_dim, proxy_dim, block_size),
+        "flex": _flex_obstacle(device_type, sizes),
+        "cute": _cute_obstacle(device_type, sizes),
     }
     if wish is not None:
         if obstacles[wish]:
             possible = " or ".join(path for path in PATHS if not obstacles[path])
             raise ValueError(f"{source}={wish!r} cannot be used: {obstacles[wish]}; use {possible}")
-        return wish, f"asked for by {source}={wish}" + ("; gradients and the KL by flex" if wish == "cute" else "")
+        left = _left_to_flex(block_size) if wish == "cute" else None
+        return wish, f"asked for by {source}={wish}" + (f"; {left}" if left else "")
+    slower = obstacles["cute"] or _left_to_flex(block_size)
+    if slower is None:
+        return "cute", f"the fastest path on {device_type}"
     if obstacles["flex"] is None:
-        # The kernels are young: they are used where they are asked for.
-        return "flex", f"the fastest path on {device_type}: {obstacles['cute'] or 'cute only when asked for'}"
+        return "flex", f"the fastest path on {device_type} for these inputs: {slower}"
     return "reference", f"the only path for these inputs: {obstacles['flex']}"
 
 
@@ -86,7 +104,7 @@ def select_blocks(
     backend: str | None = None,
 ) -> Selection:
     """`reference.select_blocks` on the chosen path."""
-    return _path(backend, block_size, q_proxy=q_proxy).select_blocks(
+    return _path(backend, block_size, q_proxy=q_proxy, top_k_blocks=top_k_blocks).select_blocks(
         q_proxy,
         k_proxy,
         top_k_blocks=top_k_blocks,
@@ -106,7 +124,8 @@ def sparse_attention(
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "batch sequence head value_dim"], Float[Tensor, "batch sequence head"]]:
     """`reference.sparse_attention` on the chosen path."""
-    return _path(backend, selection.block_size, q=q).sparse_attention(q, k, v, selection)
+    path = _path(backend, selection.block_size, q=q, top_k_blocks=selection.blocks.shape[3])
+    return path.sparse_attention(q, k, v, selection)
 
 
 def dense_attention(
@@ -133,7 +152,8 @@ def proxy_kl(
     backend: str | None = None,
 ) -> Float[Tensor, "proxy"]:
     """`reference.proxy_kl` on the chosen path."""
-    path = _path(backend, selection.block_size, q=q, q_proxy=q_proxy)
+    slots = selection.blocks.shape[3]
+    path = _path(backend, selection.block_size, q=q, k=k, q_proxy=q_proxy, top_k_blocks=slots)
     return path.proxy_kl(q_proxy, k_proxy, q, k, lse, selection)
 
 
@@ -148,7 +168,7 @@ def dense_proxy_kl(
     backend: str | None = None,
 ) -> Float[Tensor, "proxy"]:
     """`reference.dense_proxy_kl` on the chosen path."""
-    path = _path(backend, 128, q=q, q_proxy=q_proxy)
+    path = _path(backend, 128, q=q, k=k, q_proxy=q_proxy)
     return path.dense_proxy_kl(q_proxy, k_proxy, q, k, lse, cu_seqlens=cu_seqlens)
 
 
@@ -176,7 +196,10 @@ def msa_attention(
     if selection is not None and top_k_blocks is not None:
         raise ValueError(f"selection and top_k_blocks={top_k_blocks} are both given; give exactly one of them")
     checks.both_branches(q_proxy, k_proxy, q, k)
-    path = _path(backend, block_size if selection is None else selection.block_size, q=q, q_proxy=q_proxy)
+    size, slots = block_size, top_k_blocks
+    if selection is not None:
+        size, slots = selection.block_size, selection.blocks.shape[3]
+    path = _path(backend, size, q=q, k=k, q_proxy=q_proxy, top_k_blocks=slots)
     if selection is not None:
         if cu_seqlens is not None and selection.cu_seqlens is None:
             raise ValueError("cu_seqlens is given but the selection was made without it; give it to what selects")
@@ -199,16 +222,27 @@ def msa_attention(
 
 
 def _path(
-    backend: str | None, block_size: int, *, q: Tensor | None = None, q_proxy: Tensor | None = None
+    backend: str | None,
+    block_size: int,
+    *,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    q_proxy: Tensor | None = None,
+    top_k_blocks: int | None = None,
 ) -> ModuleType:
     given = q if q is not None else q_proxy
     assert given is not None
+    group_size = None
+    if q is not None and k is not None and q_proxy is not None:
+        group_size = q.shape[2] // max(q_proxy.shape[2], k.shape[2])
     path, _ = select_path(
         device_type=given.device.type,
         dtype=given.dtype,
         head_dim=None if q is None else q.shape[-1],
         proxy_dim=None if q_proxy is None else q_proxy.shape[-1],
         block_size=block_size,
+        group_size=group_size,
+        top_k_blocks=top_k_blocks,
         backend=backend,
     )
     if path == "reference":
@@ -223,26 +257,29 @@ def _path(
     return flex
 
 
-def _cute_obstacle(
-    device_type: str, dtype: torch.dtype, head_dim: int | None, proxy_dim: int | None, block_size: int
-) -> str | None:
+def _cute_obstacle(device_type: str, sizes: Sizes) -> str | None:
     """Why the CuTe DSL kernels cannot compute this, or None."""
     if device_type != "cuda":
         return f"the CuTe DSL kernels are for CUDA devices of compute capability 9.0, not for {device_type}"
     from msa_kernels.cute import obstacle
 
-    return obstacle(dtype, head_dim, proxy_dim, block_size)
+    return obstacle(*sizes)
 
 
-def _flex_obstacle(
-    device_type: str, dtype: torch.dtype, head_dim: int | None, proxy_dim: int | None, block_size: int
-) -> str | None:
+def _left_to_flex(block_size: int) -> str | None:
+    """What the CuTe DSL kernels do not compute themselves, or None."""
+    from msa_kernels.cute import by_flex
+
+    return by_flex(block_size)
+
+
+def _flex_obstacle(device_type: str, sizes: Sizes) -> str | None:
     """Why FlexAttention cannot compute this, or None."""
     if device_type != "cuda":
         return f"FlexAttention trains on CUDA devices only, not on {device_type}"
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"FlexAttention computes bfloat16, float16 and float32, not {dtype}".replace("torch.", "")
-    for name, dim in (("head_dim", head_dim), ("proxy_dim", proxy_dim)):
+    if sizes.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"FlexAttention computes bfloat16, float16 and float32, not {sizes.dtype}".replace("torch.", "")
+    for name, dim in (("head_dim", sizes.head_dim), ("proxy_dim", sizes.proxy_dim)):
         if dim is not None and dim < 16:
             return f"FlexAttention needs {name} of at least 16, not {dim}"
     return None

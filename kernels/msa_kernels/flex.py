@@ -526,6 +526,15 @@ def _kl(
     return torch.ops.msa_kernels.flex_proxy_kl(*inputs, blocks, start, block_size, with_grad)[0]
 
 
+def dense_student_lse(
+    q_proxy: Tensor, k_proxy: Tensor, cu_seqlens: Tensor | None
+) -> Float[Tensor, "batch query proxy"]:
+    """The log-sum-exp of the proxies' scaled scores over every token of the document up to the query."""
+    start = _starts(q_proxy.shape[0], q_proxy.shape[1], cu_seqlens, q_proxy.device)
+    with torch.no_grad(), torch.autocast(q_proxy.device.type, enabled=False):
+        return _student_lse(q_proxy, k_proxy, None, start, 1)
+
+
 def _student_lse(
     q_proxy: Tensor, k_proxy: Tensor, blocks: Tensor | None, start: Tensor | None, block_size: int
 ) -> Float[Tensor, "batch query proxy"]:

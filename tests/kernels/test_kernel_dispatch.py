@@ -1,5 +1,6 @@
 """Which path runs, what is refused and how it is said."""
 
+import re
 import subprocess
 import sys
 
@@ -23,8 +24,8 @@ def test_the_default_path_and_its_reason():
     assert path == "reference"
     assert "not on cpu" in reason
     path, reason = select_path(**CUDA)
-    assert path == "flex"
-    assert "the CuTe DSL kernels need a CUDA device" in reason or "cute only when asked for" in reason
+    assert path == "cute" if torch.cuda.is_available() else path == "flex"
+    assert path == "cute" or "the CuTe DSL kernels need a CUDA device" in reason
     path, reason = select_path(**CUDA | {"dtype": torch.float64})
     assert path == "reference"
     assert "float64" in reason
@@ -59,13 +60,27 @@ def test_a_wish_is_met_or_refused_never_replaced(monkeypatch):
         ({"head_dim": 80}, "need head_dim of 64 or 128, not 80"),
         ({"proxy_dim": 32}, "need proxy_dim of 64 or 128, not 32"),
         ({"block_size": 32}, "need block_size of 64 or 128, not 32"),
+        (
+            {"group_size": 6},
+            r"num_query_heads / max\(num_proxies, num_kv_heads\) of 1 or 2 or 4 or 8 or 16, not 6",
+        ),
+        ({"top_k_blocks": 33}, "take top_k_blocks of at most 32, not 33"),
     ],
 )
-def test_what_the_hopper_kernels_leave_out_is_refused(change, reason, monkeypatch):
+def test_what_the_hopper_kernels_leave_out_is_refused_or_left_to_flex(change, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    assert select_path(**CUDA, group_size=4, top_k_blocks=16) == ("cute", "the fastest path on cuda")
+    path, why = select_path(**CUDA | change)
+    assert path == "flex"
+    assert re.search(reason, why)
     path, why = select_path(**CUDA, backend="cute")
-    assert (path, why) == ("cute", "asked for by backend=cute; gradients and the KL by flex")
+    assert path == "cute"
+    assert why.startswith("asked for by backend=cute")
+    assert "gradients" not in why
+    assert select_path(**CUDA | {"block_size": 64})[0] == "flex"
+    _, why = select_path(**CUDA | {"block_size": 64}, backend="cute")
+    assert why.endswith("; gradients and the KL by flex, for want of kernels for block_size=64")
     with pytest.raises(ValueError, match=reason):
         select_path(**CUDA | change, backend="cute")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))

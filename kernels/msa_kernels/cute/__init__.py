@@ -1,7 +1,7 @@
 """The operations on kernels of our own, written in the CuTe DSL for Hopper (sm_90a).
 
-Selection and the forward pass of sparse attention. Gradients, the KL and dense attention are those of
-`msa_kernels.flex`, on the same selection.
+Selection, sparse attention and the KL, with their gradients; gradients and the KL of a selection for blocks of 128
+tokens. Everything else is that of `msa_kernels.flex`, on the same selection.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from msa_kernels import checks, flex
 from msa_kernels.cute import ops
-from msa_kernels.flex import block_scores, dense_attention, dense_proxy_kl, proxy_kl
+from msa_kernels.flex import block_scores, dense_attention
 from msa_kernels.selection import Selection
 
 __all__ = [
@@ -24,6 +24,10 @@ __all__ = [
 
 DIMS = (64, 128)
 BLOCK_SIZES = (64, 128)
+GRADIENT_BLOCK_SIZES = (128,)
+"""Those that gradients have kernels for."""
+KL_BLOCK_SIZES = (128,)
+"""Those that the KL has kernels for."""
 GROUPS = (1, 2, 4, 8, 16)
 MOST_SLOTS = 32
 
@@ -56,20 +60,78 @@ def sparse_attention(
     """As `msa_kernels.reference.sparse_attention`."""
     checks.main_branch(q, k, v)
     checks.selection(*selection, q, k.shape[2])
-    units = max(selection.blocks.shape[1], k.shape[2])
-    _supported("num_query_heads / max(num_proxies, num_kv_heads)", q.shape[2] // units, GROUPS)
     _supported("top_k_blocks", selection.blocks.shape[3], range(1, MOST_SLOTS + 1))
     _supported("the dim of v, as that of q,", v.shape[3], (q.shape[3],))
-    carrier = None
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+    carrier, main = None, (q, k, v)
+    own = selection.block_size in GRADIENT_BLOCK_SIZES
+    if not own and torch.is_grad_enabled() and any(x.requires_grad for x in main):
         # Its gradient is that of the same function; its value is not used.
         carrier, _ = flex.sparse_attention(q, k, v, selection)
+        main = q.detach(), k.detach(), v.detach()
     offsets = _on_device(selection.cu_seqlens, q)
-    main = q.detach(), k.detach(), v.detach()
-    return ops.sparse_attention(*main, selection.blocks, offsets, selection.block_size, carrier)
+    blocks = _for_groups(selection.blocks, q.shape[2], k.shape[2])
+    out, lse = ops.sparse_attention(*main, blocks, offsets, selection.block_size, carrier)
+    return out, lse.detach()
 
 
-def obstacle(dtype: torch.dtype, head_dim: int | None, proxy_dim: int | None, block_size: int) -> str | None:
+def proxy_kl(
+    q_proxy: Float[Tensor, "batch sequence proxy proxy_dim"],
+    k_proxy: Float[Tensor, "batch sequence proxy_kv_head proxy_dim"],
+    q: Float[Tensor, "batch sequence head dim"],
+    k: Float[Tensor, "batch sequence kv_head dim"],
+    lse: Float[Tensor, "batch sequence head"],
+    selection: Selection,
+) -> Float[Tensor, "proxy"]:
+    """As `msa_kernels.reference.proxy_kl`; the gradients are made in the forward pass, together with the value."""
+    if selection.block_size not in KL_BLOCK_SIZES:
+        return flex.proxy_kl(q_proxy, k_proxy, q, k, lse, selection)
+    checks.both_branches(q_proxy, k_proxy, q, k)
+    checks.selection(*selection, q, k.shape[2])
+    checks.lse(lse, q)
+    num_proxies, selected = q_proxy.shape[2], selection.blocks.shape[1]
+    checks.shared_selection(selected, num_proxies)
+    _teacher_supported(q, k, num_proxies)
+    _supported("top_k_blocks", selection.blocks.shape[3], range(1, MOST_SLOTS + 1))
+    blocks, keys = selection.blocks, k_proxy.shape[2]
+    if (selected % keys and keys % selected) or num_proxies // max(selected, keys) not in GROUPS:
+        blocks = blocks.repeat_interleave(num_proxies // selected, 1)
+    given = q_proxy, k_proxy, q.detach(), k.detach(), lse.detach(), blocks, _on_device(selection.cu_seqlens, q)
+    return ops.proxy_kl(*given, selection.block_size, _learns(q_proxy, k_proxy))[0]
+
+
+def dense_proxy_kl(
+    q_proxy: Float[Tensor, "batch sequence proxy proxy_dim"],
+    k_proxy: Float[Tensor, "batch sequence proxy_kv_head proxy_dim"],
+    q: Float[Tensor, "batch sequence head dim"],
+    k: Float[Tensor, "batch sequence kv_head dim"],
+    lse: Float[Tensor, "batch sequence head"],
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> Float[Tensor, "proxy"]:
+    """As `msa_kernels.reference.dense_proxy_kl`."""
+    checks.both_branches(q_proxy, k_proxy, q, k)
+    checks.lse(lse, q)
+    _teacher_supported(q, k, q_proxy.shape[2])
+    student_lse = flex.dense_student_lse(q_proxy.detach(), k_proxy.detach(), cu_seqlens)
+    given = q_proxy, k_proxy, q.detach(), k.detach(), lse.detach(), student_lse, _on_device(cu_seqlens, q)
+    return ops.dense_proxy_kl(*given, _learns(q_proxy, k_proxy))[0]
+
+
+def by_flex(block_size: int) -> str | None:
+    """What of gradients and the KL is left to FlexAttention, and why; None where nothing is."""
+    sizes = {"gradients": GRADIENT_BLOCK_SIZES, "the KL": KL_BLOCK_SIZES}
+    left = " and ".join(name for name, own in sizes.items() if block_size not in own)
+    return f"{left} by flex, for want of kernels for block_size={block_size}" if left else None
+
+
+def obstacle(
+    dtype: torch.dtype,
+    head_dim: int | None,
+    proxy_dim: int | None,
+    block_size: int,
+    group_size: int | None,
+    top_k_blocks: int | None,
+) -> str | None:
     """Why these kernels cannot compute this on the current CUDA device, or None."""
     if not torch.cuda.is_available():
         return "the CuTe DSL kernels need a CUDA device, and none is here"
@@ -81,12 +143,33 @@ def obstacle(dtype: torch.dtype, head_dim: int | None, proxy_dim: int | None, bl
         ("head_dim", head_dim, DIMS),
         ("proxy_dim", proxy_dim, DIMS),
         ("block_size", block_size, BLOCK_SIZES),
+        ("num_query_heads / max(num_proxies, num_kv_heads)", group_size, GROUPS),
     ):
         if value is not None and value not in legal:
             return f"the CuTe DSL kernels need {name} of {' or '.join(map(str, legal))}, not {value}"
+    if top_k_blocks is not None and top_k_blocks > MOST_SLOTS:
+        return f"the CuTe DSL kernels take top_k_blocks of at most {MOST_SLOTS}, not {top_k_blocks}"
     from msa_kernels.cute import compile as compiling
 
     return compiling.missing()
+
+
+def _for_groups(blocks: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """The lists of a selection, repeated where too many heads, or an odd number, share them and their keys."""
+    selections = blocks.shape[1]
+    units = max(selections, kv_heads)
+    group = heads // units
+    served = max(size for size in GROUPS if group % size == 0)
+    return blocks if served == group else blocks.repeat_interleave(heads // served // selections, 1)
+
+
+def _learns(q_proxy: Tensor, k_proxy: Tensor) -> bool:
+    return torch.is_grad_enabled() and (q_proxy.requires_grad or k_proxy.requires_grad)
+
+
+def _teacher_supported(q: Tensor, k: Tensor, num_proxies: int) -> None:
+    group = q.shape[2] // max(num_proxies, k.shape[2])
+    _supported("num_query_heads / max(num_proxies, num_kv_heads)", group, GROUPS)
 
 
 def _supported(name: str, value: int, legal: range | tuple[int, ...]) -> None:

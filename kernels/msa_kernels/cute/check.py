@@ -32,9 +32,9 @@ from pathlib import Path
 
 from msa_kernels.cute import compile as compiling
 
-MODULES = ("layout", "topk", "index", "scores", "attend", "merge")
+MODULES = ("layout", "topk", "index", "scores", "attend", "merge", "backward", "kl", "sums")
 """Those with kernels; each has `variants()`, the kernels to compile."""
-TENSOR_CORES = ("scores", "attend", "merge")
+TENSOR_CORES = ("scores", "attend", "merge", "backward", "kl")
 """Those whose kernels are pointless without wgmma."""
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory that a thread block can have on sm_90."""

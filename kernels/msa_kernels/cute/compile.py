@@ -240,11 +240,11 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
-@functools.cache
 def missing() -> str | None:
     """What is not installed that compiles kernels, and how to get it."""
     for name, module in NEEDED.items():
-        if util.find_spec(module) is None:
+        # Looking for what is imported already takes a while, and every call of an operation asks.
+        if module not in sys.modules and util.find_spec(module) is None:
             return f"{name} is not installed; pip install {name}" if sys.platform == "linux" else f"{name} is for Linux"
     return None
 

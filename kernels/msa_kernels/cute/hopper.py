@@ -334,8 +334,7 @@ def store_matrices(address: Int32, words, *, loc=None, ip=None) -> None:
     """
     llvm.inline_asm(
         None,
-        [Int32(address).ir_value(loc=loc, ip=ip)]
-        + [Int32(word).ir_value(loc=loc, ip=ip) for word in words],
+        [Int32(address).ir_value(loc=loc, ip=ip)] + [Int32(word).ir_value(loc=loc, ip=ip) for word in words],
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
         "r,r,r,r,r",
         has_side_effects=True,
@@ -357,6 +356,21 @@ def load_pair(pointer: cute.Pointer, *, loc=None, ip=None) -> tuple[Float32, Flo
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
     return tuple(Float32(llvm.extractvalue(T.f32(), pair, [i], loc=loc, ip=ip)) for i in range(2))
+
+
+@dsl_user_op
+def store_floats(pointer: cute.Pointer, values, *, loc=None, ip=None) -> None:
+    """Four fp32 to a 16-byte aligned place in global memory."""
+    llvm.inline_asm(
+        None,
+        [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]
+        + [Float32(value).ir_value(loc=loc, ip=ip) for value in values],
+        "st.global.v4.f32 [$0], {$1, $2, $3, $4};",
+        "l,f,f,f,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
 
 
 @dsl_user_op

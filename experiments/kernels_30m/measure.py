@@ -1,0 +1,253 @@
+"""Does a model that trains on the kernels do what the reference says, and how fast is it?
+
+    python experiments/kernels_30m/measure.py agree    gradients at steps 0, 100 and 300 against fp64, for each length
+    python experiments/kernels_30m/measure.py curve    300 steps against the reference and its own rounding
+    python experiments/kernels_30m/measure.py speed    tokens/s of MSA, dense and flex, for each length
+
+Needs a CUDA GPU and `msa-lab prepare --data.max_bytes 200000000 --bpe 8192`.
+
+`agree` trains on the kernels, stops at each of these steps and takes one row of the next batch. The kernels' selections
+of that row are given to three computations of loss and gradients from the same weights: the kernels in bf16, the
+reference in bf16, the reference in fp64. A tensor's error is its distance to fp64 in the L2 norm, relative.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from msa_kernels import Selection
+from study import LENGTHS, runs
+from torch import Tensor
+from torch.nn import functional as F
+
+from msa_lab.config import RunConfig
+from msa_lab.config_io import to_dict
+from msa_lab.data import open_data
+from msa_lab.evaluate import autocast
+from msa_lab.learner import Learner, Part, Parts, schedule
+from msa_lab.model import Transformer
+
+STEPS = (0, 100, 300)
+
+
+def on_gpu(part: Part) -> Part:
+    offsets = None if part.cu_seqlens is None else part.cu_seqlens.cuda()
+    return Part(part.inputs.cuda(), part.targets.cuda(), offsets, part.draw.cuda(), part.weight)
+
+
+class Training:
+    """A model, its optimizer and its data, a step at a time: what `msa-lab train` does, within one process."""
+
+    def __init__(self, config: RunConfig, path: str, cache: str, *, compiled: bool = True) -> None:
+        train = replace(config.train, compile=compiled)
+        self.config, self.step = replace(config, train=train), 0
+        self.learner = Learner(to_dict(self.config), path).cuda()
+        self.optimizer = self.learner.configure_optimizers()
+        self.parts = iter(Parts(open_data(config.data, cache), self.config, 0, 0, 1))
+
+    def advance(self) -> Tensor:
+        """One step; gives the loss and the KL, still on the device."""
+        train, part = self.config.train, on_gpu(next(self.parts))
+        for group in self.optimizer.param_groups:
+            proxy = group["role"] == "proxy"
+            group["lr"] = (train.proxy_lr if proxy else train.lr) * schedule(train, self.step)
+        with autocast(torch.device("cuda"), "bf16"):
+            ce, kl = self.learner.losses(part, self.step >= train.sparse_step)
+        loss = ce if kl is None else ce + train.kl_weight * kl.mean(1).sum()
+        loss.backward()
+        for role, limit in (("base", train.clip), ("proxy", train.proxy_clip)):
+            groups = [group["params"] for group in self.optimizer.param_groups if group["role"] == role]
+            if groups:
+                torch.nn.utils.clip_grad_norm_([p for group in groups for p in group], limit or float("inf"))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return torch.stack([ce.detach(), ce.new_zeros(()) if kl is None else kl.detach().mean(1).sum()])
+
+
+@contextmanager
+def selections(model: Transformer, given: list[Selection] | None) -> Iterator[list[Selection]]:
+    """The layers' selections: taken from `given`, or kept as they are made."""
+    kept: list[Selection] = []
+
+    def hook(layer: int) -> Callable[[object, object, Selection], Selection]:
+        def replace_or_keep(_: object, __: object, made: Selection) -> Selection:
+            if given is not None:
+                return given[layer]
+            kept.append(made)
+            return made
+
+        return replace_or_keep
+
+    layers = range(len(model.layers))
+    selects = [model.get_submodule(f"layers.{layer}.attention.select") for layer in layers]
+    handles = [select.register_forward_hook(hook(layer)) for layer, select in zip(layers, selects, strict=True)]
+    try:
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def gradients(
+    model: Transformer, part: Part, *, sparse: bool, exact: bool, given: list[Selection] | None
+) -> tuple[dict[str, Tensor], list[Selection]]:
+    """Loss, KL and every parameter's gradient in fp64, and the selections that were used."""
+    model.train()
+    model.zero_grad(set_to_none=True)
+    with selections(model, given) as kept, autocast(torch.device("cuda"), "32" if exact else "bf16"):
+        output = model(part.inputs, part.cu_seqlens, sparse=sparse, with_kl=True, draw=part.draw)
+    logits = output.logits if exact else output.logits.float()
+    ce = F.cross_entropy(logits.flatten(0, 1), part.targets.flatten(), ignore_index=-100)
+    assert output.kl is not None
+    (ce + output.kl.mean(1).sum()).backward()
+    found = {"loss": ce.detach()[None].double(), "kl": output.kl.detach().flatten().double()}
+    return found | {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}, kept
+
+
+def compare(model: Transformer, config: RunConfig, part: Part, *, sparse: bool) -> dict[str, object]:
+    """Errors of the kernels and of the bf16 reference against fp64, the worst tensor first."""
+
+    def built(path: str, dtype: torch.dtype) -> Transformer:
+        other = Transformer(config.model, path).cuda().to(dtype)
+        other.load_state_dict(model.state_dict())
+        return other
+
+    ours, kept = gradients(built("cute", torch.float32), part, sparse=sparse, exact=False, given=None)
+    given = kept or None
+    plain, _ = gradients(built("reference", torch.float32), part, sparse=sparse, exact=False, given=given)
+    truth, _ = gradients(built("reference", torch.float64), part, sparse=sparse, exact=True, given=given)
+    errors = {}
+    for name, value in truth.items():
+        size = value.norm().clamp(min=1e-300)
+        errors[name] = ((ours[name] - value).norm() / size).item(), ((plain[name] - value).norm() / size).item()
+    ratios = {name: a / max(b, 1e-12) for name, (a, b) in errors.items()}
+    worst = sorted(ratios, key=lambda name: -ratios[name])
+    return {
+        "tensors": len(errors),
+        "over_twice_the_reference": [name for name in worst if ratios[name] > 2],
+        "median_ratio": statistics.median(ratios.values()),
+        "worst": {name: {"kernels": errors[name][0], "reference": errors[name][1]} for name in worst[:5]},
+        "loss": {"kernels": errors["loss"][0], "reference": errors["loss"][1], "value": truth["loss"].item()},
+        "kl": {"kernels": errors["kl"][0], "reference": errors["kl"][1], "value": truth["kl"].mean().item()},
+    }
+
+
+def agree(lengths: list[int], cache: str) -> dict[str, object]:
+    """For each length and step: errors against fp64."""
+    report: dict[str, object] = {}
+    for config in (c for c in runs(max(STEPS), cache, tuple(lengths)) if c.model.attention == "msa"):
+        training = Training(config, "cute", cache)
+        one_row = replace(config, train=replace(config.train, batch_size=1, compile=False))
+        for stop in STEPS:
+            while training.step < stop:
+                training.advance()
+            part = on_gpu(next(iter(Parts(open_data(config.data, cache), one_row, stop, 0, 1))))
+            for sparse in (False, True):
+                phase = "sparse" if sparse else "warm-up"
+                found = compare(copy.deepcopy(training.learner.model), config, part, sparse=sparse)
+                report[f"{config.arm}, step {stop}, {phase}"] = found
+                over = len(found["over_twice_the_reference"])  # pyright: ignore[reportArgumentType]
+                print(f"{config.arm} step {stop} {phase}: {over} of {found['tensors']} tensors over", flush=True)
+    return report
+
+
+def curve(lengths: list[int], cache: str, steps: int) -> dict[str, object]:
+    """Loss and KL of every step: the kernels, the reference, and the reference from weights rounded once to bf16."""
+    report: dict[str, object] = {}
+    for config in (c for c in runs(steps, cache, tuple(lengths)) if c.model.attention == "msa"):
+        config = replace(config, train=replace(config.train, batch_size=1))
+        lines = {}
+        for name, path in (("kernels", "cute"), ("reference", "reference"), ("reference, rounded", "reference")):
+            training = Training(config, path, cache, compiled=path == "cute")
+            if "rounded" in name:
+                for parameter in training.learner.model.parameters():
+                    parameter.data = parameter.data.bfloat16().float()
+            lines[name] = torch.stack([training.advance() for _ in range(steps)]).double().cpu()
+        gap = (lines["kernels"] - lines["reference"]).abs().mean(0).tolist()
+        own = (lines["reference, rounded"] - lines["reference"]).abs().mean(0).tolist()
+        report[config.arm] = {
+            "mean_gap_of_loss_and_kl": gap,
+            "gap_between_references": own,
+            "curves": {name: line.tolist() for name, line in lines.items()},
+        }
+        print(config.arm, gap, own, flush=True)
+    return report
+
+
+def rates(training: Training, steps: int) -> dict[str, object]:
+    """tokens/s, median and 10th to 90th percentile of runs of ten steps, after ten to warm up; peak memory."""
+    config, found = training.config, []
+    for turn in range(1 + steps // 10):
+        if turn == 1:
+            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(10):
+            training.advance()
+        torch.cuda.synchronize()
+        found.append(10 * config.train.batch_size * config.data.context_length / (time.perf_counter() - began))
+    least, *_, most = statistics.quantiles(found[1:], n=10)
+    return {
+        "tokens_per_second": statistics.median(found[1:]),
+        "10% to 90%": [least, most],
+        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def speed(lengths: list[int], cache: str, steps: int) -> dict[str, object]:
+    """Dense, and MSA on each path and in each phase."""
+    report: dict[str, object] = {}
+    for config in runs(steps, cache, tuple(lengths)):
+        if config.model.attention == "dense":
+            kinds = [("", "cute", True)]
+        else:
+            kinds = [
+                (f", {path}, {'sparse' if sparse else 'warm-up'}", path, sparse)
+                for path in ("cute", "flex")
+                for sparse in (True, False)
+            ]
+        for kind, path, sparse in kinds:
+            train = replace(config.train, proxy_warmup_steps=0 if sparse else config.train.steps)
+            report[config.arm + kind] = rates(Training(replace(config, train=train), path, cache), steps)
+            print(config.arm + kind, report[config.arm + kind], flush=True)
+            torch.cuda.empty_cache()
+    return report
+
+
+def main() -> None:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("agree", "curve", "speed"))
+    parser.add_argument("--length", type=int, nargs="+", default=list(LENGTHS), help="tokens a row (%(default)s)")
+    parser.add_argument("--steps", type=int, default=0, help="curve: 300; speed: 60")
+    parser.add_argument("--cache", default="data", help="folder of prepared corpora")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where the tables go")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("measure.py: needs a CUDA GPU")
+    if args.what == "agree":
+        report = agree(args.length, args.cache)
+    elif args.what == "curve":
+        report = curve(args.length, args.cache, args.steps or 300)
+    else:
+        report = speed(args.length, args.cache, args.steps or 60)
+    where = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "command": " ".join(sys.argv)}
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{args.what}.json"
+    path.write_text(json.dumps({**where, **report}, indent=2) + "\n")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The same bits whatever the order of events, and no NaN from one document in another."""
+
+import torch
+from cases import Case, here, problem
+from msa_kernels import reference
+from msa_kernels.cute import dense, gradients, ops
+
+import emulator
+
+DOCUMENTS = (0, 200, 333, 334, 600)
+CASES = [
+    Case(heads=4, kv_heads=2, selections=2, sequence=600, slots=3, documents=DOCUMENTS),
+    Case(heads=2, kv_heads=2, selections=1, sequence=600, slots=2, documents=DOCUMENTS, dim=64, proxy_dim=64),
+    Case(heads=16, kv_heads=1, selections=1, sequence=600, slots=2, documents=DOCUMENTS, dtype="float16"),
+]
+SEEDS = 4
+POISONED = 1, 3
+"""Documents that are NaN."""
+
+
+def results(case: Case, seed: int, *, poisoned: bool = False) -> dict[str, torch.Tensor]:
+    given = problem(case, 0)
+    q, k, v, upstream, q_proxy, k_proxy, selection = given
+    exact, lse = reference.sparse_attention(q.double(), k.double(), v.double(), selection)
+    _, every = reference.dense_attention(q.double(), k.double(), v.double(), cu_seqlens=selection.cu_seqlens)
+    _, student = reference.dense_attention(
+        q_proxy.double(), k_proxy.double(), k_proxy.double(), cu_seqlens=selection.cu_seqlens
+    )
+    out, lse, every, student = exact.to(q.dtype), lse.float(), every.float(), student.float()
+    if poisoned:
+        for document in POISONED:
+            for x in (q, k, v, upstream, q_proxy, k_proxy, out, lse, every, student):
+                x[:, case.documents[document] : case.documents[document + 1]] = float("nan")
+    about = selection.blocks, selection.cu_seqlens, case.block_size
+    with here(), emulator.installed(seed=seed):
+        found = dict(zip(("out", "lse"), ops.sparse_attention(q, k, v, *about, None), strict=True))
+        found |= dict(
+            zip(("dq", "dk", "dv"), gradients.attention_gradients(q, k, v, *about, out, lse, upstream), strict=True)
+        )
+        kl = gradients.divergence(q_proxy, k_proxy, q, k, lse, *about, with_gradients=True)
+        found |= dict(zip(("value", "dq_proxy", "dk_proxy"), kl, strict=True))
+        kl = dense.dense_divergence(q_proxy, k_proxy, q, k, every, student, selection.cu_seqlens, with_gradients=True)
+        found |= dict(zip(("dense value", "dense dq", "dense dk"), kl, strict=True))
+    return found
+
+
+def main() -> None:
+    for case in CASES:
+        first = results(case, 0)
+        differ = {
+            name
+            for seed in range(1, SEEDS)
+            for name, x in results(case, seed).items()
+            if not torch.equal(x, first[name])
+        }
+        print(case, "depends on the order of events:", sorted(differ) or "nothing", flush=True)
+        clean = [d for d in range(len(DOCUMENTS) - 1) if d not in POISONED]
+        poisoned = results(case, 1, poisoned=True)
+        leaks = {
+            name
+            for name, x in poisoned.items()
+            if "value" not in name
+            for d in clean
+            if not torch.equal(x[:, DOCUMENTS[d] : DOCUMENTS[d + 1]], first[name][:, DOCUMENTS[d] : DOCUMENTS[d + 1]])
+        }
+        print(case, "NaNs of other documents reach:", sorted(leaks) or "nothing", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

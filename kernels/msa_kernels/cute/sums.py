@@ -1,0 +1,688 @@
+"""What gradients are made of besides tensor-core products: sums of parts in a fixed order, and what prepares them.
+
+The backward kernels write parts: of a query's gradient one for each block that it read, in the slot where the block
+stands in its list; of a block's gradients one for each item of work (`draw`). The sums here add a query's parts slot by
+slot, and a block's by unit and then item by item, whichever came first: the result is the same every time, and no
+memory needs to be cleared. All of it is limited by how fast memory is read: 16 bytes a thread, several on their way.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from msa_kernels.cute import hopper
+from msa_kernels.cute.layout import row_alignment
+from msa_kernels.cute.streams import block_of
+
+THREADS = 256
+ROUNDS = 4
+"""Rows of `Deltas` that a thread has on their way."""
+BATCH = 8
+"""Parts that a thread has on their way, of one tensor; of two, half as many each."""
+TYPES = {**hopper.DTYPES, "float32": Float32}
+
+
+@dsl_user_op
+def load_if(condition: Boolean, pointer: cute.Pointer, *, loc=None, ip=None) -> tuple[Int32, Int32, Int32, Int32]:
+    """Four 32-bit words that are read once, from a 16-byte aligned place in global memory; zeros if not `condition`."""
+    words = llvm.inline_asm(
+        llvm.StructType.get_literal([T.i32()] * 4),
+        [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), Int32(condition).ir_value(loc=loc, ip=ip)],
+        "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+        "@p ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }",
+        "=&r,=&r,=&r,=&r,l,r",
+        # It must not be moved above the branch that makes its address a right one.
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return tuple(Int32(llvm.extractvalue(T.i32(), words, [i], loc=loc, ip=ip)) for i in range(4))
+
+
+@dsl_user_op
+def store_8_bytes(pointer: cute.Pointer, words: tuple, *, loc=None, ip=None) -> None:
+    """Two 32-bit words to an 8-byte aligned place in global memory."""
+    llvm.inline_asm(
+        None,
+        [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), *(Int32(w).ir_value(loc=loc, ip=ip) for w in words)],
+        "st.global.v2.b32 [$0], {$1, $2};",
+        "l,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+@dsl_user_op
+def bits_of(value: Float32, *, loc=None, ip=None) -> Int32:
+    """The 32 bits of an fp32."""
+    return Int32(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def float_of(word: Int32, *, loc=None, ip=None) -> Float32:
+    """The fp32 of 32 bits."""
+    return Float32(llvm.bitcast(T.f32(), Int32(word).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@cute.jit
+def numbers_of(words: tuple, kind: cutlass.Constexpr) -> tuple:
+    """The fp32 values of four words: four, or eight of a half type."""
+    values = []
+    for w in cutlass.range_constexpr(4):
+        if cutlass.const_expr(kind == "float32"):
+            values.append(float_of(words[w]))
+        else:
+            values.extend(hopper.unpack_halves(words[w], kind))
+    return tuple(values)
+
+
+@cute.jit
+def store_numbers(pointer: cute.Pointer, values: tuple, kind: cutlass.Constexpr):
+    """Four or eight neighbouring numbers, rounded to `kind`."""
+    number = len(values)
+    if cutlass.const_expr(kind == "float32"):
+        for x in cutlass.range_constexpr(0, number, 4):
+            hopper.store_16_bytes(pointer + x, tuple(bits_of(value) for value in values[x : x + 4]))
+    elif cutlass.const_expr(number == 8):
+        hopper.store_16_bytes(pointer, _packed(values, kind))
+    else:
+        store_8_bytes(pointer, _packed(values, kind))
+
+
+def _packed(values: tuple, kind: str) -> tuple:
+    return tuple(hopper.pack_halves(values[x], values[x + 1], kind) for x in range(0, len(values), 2))
+
+
+@dataclass(frozen=True)
+class Deltas:
+    """The sum of out x upstream over each row: what a softmax's gradient subtracts."""
+
+    dtype: str
+    dim: int
+
+    def fakes(self) -> tuple:
+        """out, upstream, delta."""
+        rows = cute.sym_int64()
+        halves = hopper.fake(hopper.DTYPES[self.dtype], (rows, self.dim))
+        return halves, halves, hopper.fake(Float32, (rows,)), hopper.fake_stream()
+
+    @cute.jit
+    def __call__(self, out: cute.Tensor, upstream: cute.Tensor, delta: cute.Tensor, stream: CUstream):
+        rows = THREADS * 8 // self.dim * ROUNDS
+        grid = cute.ceil_div(Int64(delta.shape[0]), rows)
+        self.kernel(out, upstream, delta).launch(grid=(Int32(grid), 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, out: cute.Tensor, upstream: cute.Tensor, delta: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        tile, _, _ = cute.arch.block_idx()
+        lanes = self.dim // 8
+        a, b, rows = [], [], []
+        last = Int64(delta.shape[0]) - 1
+        for i in cutlass.range_constexpr(ROUNDS):
+            rows.append((Int64(tile) * ROUNDS + i) * (THREADS // lanes) + thread // lanes)
+            at = cutlass.min(rows[i], last) * self.dim + thread % lanes * 8
+            a.append(hopper.load_16_bytes(out.iterator + at))
+            b.append(hopper.load_16_bytes(upstream.iterator + at))
+        for i in cutlass.range_constexpr(ROUNDS):
+            total = Float32(0.0)
+            left, right = numbers_of(a[i], self.dtype), numbers_of(b[i], self.dtype)
+            for x in cutlass.range_constexpr(8):
+                total += left[x] * right[x]
+            for step in cutlass.range_constexpr(lanes.bit_length() - 1):
+                total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+            at = cutlass.min(rows[i], last)
+            hopper.store_if((thread % lanes == 0) & (rows[i] <= last), delta.iterator + at, total)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where a query's own block stands in its list, -1 if it is not there; and how many slots up to it are used."""
+
+    slots: int
+    block_size: int
+
+    def fakes(self) -> tuple:
+        """blocks, first, starts, own slots, counts."""
+        lists = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        return (
+            hopper.fake(Int32, (*lists, self.slots), row_alignment(self.slots)),
+            hopper.fake(Int32, (cute.sym_int(),)),
+            hopper.fake(Int32, (cute.sym_int(),)),
+            hopper.fake(Int32, lists),
+            hopper.fake(Int32, lists),
+            hopper.fake_stream(),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        blocks: cute.Tensor,
+        first: cute.Tensor,
+        starts: cute.Tensor,
+        own_slot: cute.Tensor,
+        counts: cute.Tensor,
+        stream: CUstream,
+    ):
+        self.kernel(blocks, first, starts, own_slot, counts).launch(
+            grid=(cute.ceil_div(first.shape[0], THREADS), blocks.shape[1], 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        blocks: cute.Tensor,
+        first: cute.Tensor,
+        starts: cute.Tensor,
+        own_slot: cute.Tensor,
+        counts: cute.Tensor,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        tile, selection, _ = cute.arch.block_idx()
+        token = tile * THREADS + thread
+        if token < first.shape[0]:
+            batch = token // blocks.shape[2]
+            query = token - batch * blocks.shape[2]
+            ids = cute.make_rmem_tensor(self.slots, Int32)
+            cute.autovec_copy(blocks[batch, selection, query, None], ids)
+            oldest = first[token]
+            own = (token - starts[oldest]) // self.block_size
+            earlier, chosen = Int32(0), Int32(0)
+            for slot in cutlass.range_constexpr(self.slots):
+                earlier += Int32((ids[slot] >= 0) & (ids[slot] < own))
+                chosen |= Int32(ids[slot] == own)
+            own_slot[batch, selection, query] = earlier if chosen != 0 else Int32(-1)
+            counts[batch, selection, query] = earlier + chosen
+
+
+@dataclass(frozen=True)
+class SumQueries:
+    """Gradients of queries: the parts in their first slots, in order.
+
+    Parts lie at line ((query * units + unit) * slots + slot) * group + head, counted from the window's first query;
+    their columns in one of two orders that warpgroups write. `eights=False` is that of `hopper.chunk_place`: 16 bytes
+    of lane l of a quad hold the columns 2 l and 2 l + 1 of four 8-column blocks, and if `group` is even, the quads of
+    two heads alternate. `eights=True`: the q-th 16 bytes are four columns from 16 (q // 2) + 4 (q % 2) on, each before
+    the one that lies 8 further.
+    """
+
+    dtype: str
+    """Of the parts."""
+    result: str
+    """Of the gradients."""
+    dim: int
+    group: int
+    units: int
+    num_selections: int
+    weighted: bool
+    """Whether each unit has a factor of its own."""
+    eights: bool
+
+    @property
+    def threads(self) -> int:
+        """Of a query and unit: 16 bytes of a part each."""
+        return self.group * self.dim // 8
+
+    def fakes(self) -> tuple:
+        """Parts, counts, factors, gradients, scale, begin, end, slots."""
+        return (
+            hopper.fake(hopper.DTYPES[self.dtype], (cute.sym_int64(), self.dim)),
+            hopper.fake(Int32, (cute.sym_int(), self.num_selections, cute.sym_int())),
+            hopper.fake(Float32, (self.units,)) if self.weighted else None,
+            hopper.fake(TYPES[self.result], (cute.sym_int(), self.units * self.group, self.dim)),
+            Float32(0.0),
+            Int32(0),
+            Int32(0),
+            Int32(0),
+            hopper.fake_stream(),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        parts: cute.Tensor,
+        counts: cute.Tensor,
+        factors: cute.Tensor | None,
+        gradients: cute.Tensor,
+        scale: Float32,
+        begin: Int32,
+        end: Int32,
+        slots: Int32,
+        stream: CUstream,
+    ):
+        places = Int64(end - begin) * (self.units * self.threads)
+        self.kernel(parts, counts, factors, gradients, scale, begin, end, slots).launch(
+            grid=(Int32(cute.ceil_div(places, THREADS)), 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            # Without this the compiler saves registers and lets loads wait for one another.
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        parts: cute.Tensor,
+        counts: cute.Tensor,
+        factors: cute.Tensor | None,
+        gradients: cute.Tensor,
+        scale: Float32,
+        begin: Int32,
+        end: Int32,
+        slots: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        tile, _, _ = cute.arch.block_idx()
+        place = Int64(tile) * THREADS + thread
+        line = Int32(place // self.threads)
+        inside = Int32(place - Int64(line) * self.threads)
+        query, unit = line // self.units, line % self.units
+        # Whole warps work on, because lanes exchange what they hold; those behind the last query have no parts.
+        valid = begin + query < end
+        token = cutlass.min(begin + query, end - 1)
+        batch = token // counts.shape[2]
+        count = counts[batch, unit // (self.units // self.num_selections), token - batch * counts.shape[2]]
+        count = count if valid else Int32(0)
+        width = self.group * self.dim
+        source = parts.iterator + (Int64(line) * slots * width + inside * 8)
+        sums = cute.make_rmem_tensor(8, Float32)
+        sums.fill(0.0)
+        for base in cutlass.range(0, count, BATCH, unroll=1):
+            words = [load_if(base + i < count, source + Int64(base + i) * width) for i in range(BATCH)]
+            for i in cutlass.range_constexpr(BATCH):
+                values = numbers_of(words[i], self.dtype)
+                for x in cutlass.range_constexpr(8):
+                    sums[x] += values[x]
+        factor = scale
+        if cutlass.const_expr(self.weighted):
+            factor *= factors[unit]  # pyright: ignore[reportOptionalSubscript]
+        target = gradients.iterator + (Int64(token) * self.units + unit) * width
+        self.store(target, tuple(sums[x] * factor for x in range(8)), inside, valid)
+
+    @cute.jit
+    def store(self, target: cute.Pointer, values: tuple, inside: Int32, valid: Boolean):
+        """The thread's eight columns to their places among those of a query and unit."""
+        if cutlass.const_expr(self.eights):
+            head, chunk = inside // (self.dim // 8), inside % (self.dim // 8)
+            target = target + (head * self.dim + chunk // 2 * 16 + chunk % 2 * 4)
+            if valid:
+                store_numbers(target, values[0::2], self.result)
+                store_numbers(target + 8, values[1::2], self.result)
+        else:
+            lane = cute.arch.lane_idx()
+            even = hopper.transpose_quad(values[0::2], lane)
+            odd = hopper.transpose_quad(values[1::2], lane)
+            head, chunk = inside // (self.dim // 8), inside % (self.dim // 8)
+            if cutlass.const_expr(self.group % 2 == 0):
+                head, chunk = (
+                    inside // (self.dim // 4) * 2 + inside // 4 % 2,
+                    inside % (self.dim // 4) // 8 * 4 + lane % 4,
+                )
+            if valid:
+                numbers = tuple(one for pair in zip(even, odd, strict=True) for one in pair)
+                store_numbers(target + (head * self.dim + chunk * 8), numbers, self.result)
+
+
+@cute.jit
+def first_task(tasks: cute.Tensor, low: Int32, high: Int32, row: Int32, size: Int32) -> Int32:
+    """The first of the tasks from `low` up to `high` that is not of a row before `row` (selection x size + block).
+
+    By a whole warp, 32 places at a time: the tasks lie row by row.
+    """
+    lane = cute.arch.lane_idx()
+    while low < high:
+        step = (high - low + 31) // 32
+        at = low + lane * step
+        there = cutlass.min(at, high - 1)
+        before = (at < high) & (tasks[there, 1] * size + tasks[there, 0] < row)
+        count = cute.arch.popc(cute.arch.vote_ballot_sync(before))
+        high = cutlass.min(low + count * step, high)
+        if count > 0:
+            low += (count - 1) * step + 1
+    return low
+
+
+@dataclass(frozen=True)
+class SumKeys:
+    """Gradients of keys (and of values): the parts of all items of work on a block, of a window of queries.
+
+    A part is (block_size, dim) in fp32. What a head has of several windows is kept in fp32 and rounded after the last.
+    """
+
+    dtype: str
+    """Of the gradients."""
+    dim: int
+    block_size: int
+    units: int
+    num_selections: int
+    heads: int
+    """Of the gradients: each sums over units / heads units."""
+    tensors: int
+    """2 for keys and values, which have the same items; 1 for keys."""
+    weighted: bool
+    """Whether each head has a factor of its own."""
+
+    @property
+    def rows(self) -> int:
+        """Of a thread block."""
+        return THREADS * 4 // self.dim
+
+    @property
+    def members(self) -> int:
+        """Units of a head."""
+        return self.units // self.heads
+
+    @property
+    def sharing(self) -> int:
+        """Units of a selection."""
+        return self.units // self.num_selections
+
+    def fakes(self) -> tuple:
+        """Parts, tasks, task_ptr, first, starts, ends, factors, earlier windows, gradients, scales, numbers."""
+        ids, tokens = cute.sym_int(), cute.sym_int()
+
+        def each(dtype: type[cutlass.Numeric], *shape: int | cute.SymInt) -> tuple:
+            one = hopper.fake(dtype, shape)
+            return one, one if self.tensors == 2 else None
+
+        return (
+            *each(Float32, cute.sym_int(), self.block_size, self.dim),
+            hopper.fake(Int32, (cute.sym_int(), 4)),
+            hopper.fake(Int32, (cute.sym_int(),)),
+            hopper.fake(Int32, (tokens,)),
+            hopper.fake(Int32, (ids,)),
+            hopper.fake(Int32, (ids,)),
+            hopper.fake(Float32, (self.heads,)) if self.weighted else None,
+            *each(Float32, cute.sym_int(), self.heads, self.dim),
+            *each(TYPES[self.dtype], tokens, self.heads, self.dim),
+            Float32(0.0),
+            Int32(0),
+            Int32(0),
+            Int32(0),
+            hopper.fake_stream(),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        parts: cute.Tensor,
+        more_parts: cute.Tensor | None,
+        tasks: cute.Tensor,
+        task_ptr: cute.Tensor,
+        first: cute.Tensor,
+        starts: cute.Tensor,
+        ends: cute.Tensor,
+        factors: cute.Tensor | None,
+        kept: cute.Tensor,
+        more_kept: cute.Tensor | None,
+        gradients: cute.Tensor,
+        more_gradients: cute.Tensor | None,
+        scale: Float32,
+        window: Int32,
+        begin: Int32,
+        end: Int32,
+        stream: CUstream,
+    ):
+        blocks = starts.shape[0]
+        self.kernel(
+            (parts, more_parts),
+            (tasks, task_ptr, first, starts, ends),
+            factors,
+            (kept, more_kept),
+            (gradients, more_gradients),
+            scale,
+            (window, begin, end),
+        ).launch(
+            grid=(blocks * (self.block_size // self.rows), self.heads, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        parts: tuple,
+        index: tuple,
+        factors: cute.Tensor | None,
+        kept: tuple,
+        gradients: tuple,
+        scale: Float32,
+        numbers: tuple,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        place, head, _ = cute.arch.block_idx()
+        slices = self.block_size // self.rows
+        block, row = place // slices, place % slices * self.rows + thread * 4 // self.dim
+        memory = cutlass.memory.SmemAllocator()
+        runs = memory.allocate_array(Int32, 2 * self.members)
+        _, _, first, starts, ends = index
+        _, begin, end = numbers
+        start, stop = starts[block], ends[block]
+        # Queries see no keys behind them: those of later windows have no parts yet.
+        if (start + place % slices * self.rows < stop) & (start < end):
+            self.look_up(index, numbers, runs, block, head)
+            cute.arch.sync_threads()
+            column = thread * 4 % self.dim
+            at = (Int64(start + row) * self.heads + head) * self.dim + column
+            sums = [cute.make_rmem_tensor(4, Float32) for _ in range(self.tensors)]
+            fresh = start >= begin
+            for i in cutlass.range_constexpr(self.tensors):
+                words = load_if((not fresh) & (row < stop - start), kept[i].iterator + at)
+                for x in cutlass.range_constexpr(4):
+                    sums[i][x] = float_of(words[x])
+            self.add(parts, index, numbers, runs, sums, (block, head, row * self.dim + column))
+            self.store(kept, gradients, factors, scale, sums, (head, at, row < stop - start, end == first.shape[0]))
+
+    @cute.jit
+    def look_up(self, index: tuple, numbers: tuple, runs: cute.Pointer, block: Int32, head: Int32):
+        """The first task and the one behind the last of each of the head's units, a warp each."""
+        tasks, task_ptr, _, starts, _ = index
+        window = numbers[0]
+        thread, _, _ = cute.arch.thread_idx()
+        for i in cutlass.range(cute.arch.make_warp_uniform(thread // 32), 2 * self.members, THREADS // 32, unroll=1):
+            row = (head * self.members + i // 2) // self.sharing * starts.shape[0] + block + i % 2
+            at = first_task(tasks, task_ptr[window], task_ptr[window + 1], row, starts.shape[0])
+            if thread % 32 == 0:
+                (runs + i).store(at)
+
+    @cute.jit
+    def add(self, parts: tuple, index: tuple, numbers: tuple, runs: cute.Pointer, sums: list, place: tuple):
+        """Add the parts of a head's units in their order; of each unit the remote items' first."""
+        _, task_ptr, first, starts, ends = index
+        window, begin, end = numbers
+        block, head, inside = place
+        batch = BATCH // self.tensors
+        zero = task_ptr[window]
+        own = (task_ptr[window + 1] - zero) * self.sharing
+        own += (block - block_of(first, starts, begin, self.block_size)) * self.units
+        with_own = Int32((starts[block] < end) & (ends[block] > begin))
+        for member in cutlass.range(self.members, unroll=1):
+            unit = head * self.members + member
+            tasks = (runs + 2 * member).load()
+            number = (runs + (2 * member + 1)).load() - tasks
+            base = (tasks - zero) * self.sharing + unit % self.sharing
+            count = number + with_own
+            for t in cutlass.range(0, count, batch, unroll=1):
+                words = []
+                for i in cutlass.range_constexpr(batch):
+                    item = base + (t + i) * self.sharing
+                    item = item if t + i < number else own + unit
+                    at = Int64(item) * (self.block_size * self.dim) + inside
+                    words.append([load_if(t + i < count, part.iterator + at) for part in parts[: self.tensors]])
+                for i in cutlass.range_constexpr(batch):
+                    for j in cutlass.range_constexpr(self.tensors):
+                        for x in cutlass.range_constexpr(4):
+                            sums[j][x] += float_of(words[i][j][x])
+
+    @cute.jit
+    def store(
+        self,
+        kept: tuple,
+        gradients: tuple,
+        factors: cute.Tensor | None,
+        scale: Float32,
+        sums: list,
+        place: tuple,
+    ):
+        """After the last window the gradients, before it what is to be added to."""
+        head, at, valid, last = place
+        for i in cutlass.range_constexpr(self.tensors):
+            values = tuple(sums[i][x] for x in range(4))
+            if last:
+                # Values, the second tensor, are not scaled.
+                factor = scale if cutlass.const_expr(i == 0) else Float32(1.0)
+                if cutlass.const_expr(self.weighted):
+                    factor *= factors[head]  # pyright: ignore[reportOptionalSubscript]
+                values = tuple(value * factor for value in values)
+                if valid:
+                    store_numbers(gradients[i].iterator + at, values, self.dtype)
+            elif valid:
+                store_numbers(kept[i].iterator + at, values, "float32")
+
+
+@dataclass(frozen=True)
+class SumValues:
+    """The number of each proxy that the items of a window of queries add up to; one thread block a proxy."""
+
+    block_size: int
+    num_proxies: int
+    num_selections: int
+
+    def fakes(self) -> tuple:
+        """Parts, tasks, task_ptr, first, starts, ends, values, window, begin, end."""
+        ids = cute.sym_int()
+        return (
+            hopper.fake(Float32, (cute.sym_int(),)),
+            hopper.fake(Int32, (cute.sym_int(), 4)),
+            hopper.fake(Int32, (cute.sym_int(),)),
+            hopper.fake(Int32, (cute.sym_int(),)),
+            hopper.fake(Int32, (ids,)),
+            hopper.fake(Int32, (ids,)),
+            hopper.fake(Float32, (cute.sym_int(), self.num_proxies)),
+            Int32(0),
+            Int32(0),
+            Int32(0),
+            hopper.fake_stream(),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        parts: cute.Tensor,
+        tasks: cute.Tensor,
+        task_ptr: cute.Tensor,
+        first: cute.Tensor,
+        starts: cute.Tensor,
+        ends: cute.Tensor,
+        values: cute.Tensor,
+        window: Int32,
+        begin: Int32,
+        end: Int32,
+        stream: CUstream,
+    ):
+        self.kernel(parts, (tasks, task_ptr, first, starts, ends), values, (window, begin, end)).launch(
+            grid=(self.num_proxies, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, parts: cute.Tensor, index: tuple, values: cute.Tensor, numbers: tuple):
+        thread, _, _ = cute.arch.thread_idx()
+        proxy, _, _ = cute.arch.block_idx()
+        tasks, task_ptr, first, starts, ends = index
+        window, begin, end = numbers
+        memory = cutlass.memory.SmemAllocator()
+        sums = memory.allocate_array(Float32, THREADS // 32)
+        sharing, size = self.num_proxies // self.num_selections, starts.shape[0]
+        zero, behind = task_ptr[window], task_ptr[window + 1]
+        row = proxy // sharing * size
+        low, high = first_task(tasks, zero, behind, row, size), first_task(tasks, zero, behind, row + size, size)
+        total = Float32(0.0)
+        for task in cutlass.range(low + thread, high, THREADS, unroll=4):
+            total += parts[(task - zero) * sharing + proxy % sharing]
+        oldest = block_of(first, starts, begin, self.block_size)
+        own = (behind - zero) * sharing - oldest * self.num_proxies + proxy
+        newest = block_of(first, starts, end - 1, self.block_size)
+        for block in cutlass.range(oldest + thread, newest + 1, THREADS, unroll=1):
+            if cutlass.max(starts[block], begin) < cutlass.min(ends[block], end):
+                total += parts[own + block * self.num_proxies]
+        for step in cutlass.range_constexpr(5):
+            total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+        if thread % 32 == 0:
+            (sums + thread // 32).store(total)
+        cute.arch.sync_threads()
+        if thread == 0:
+            total = Float32(0.0)
+            for i in cutlass.range_constexpr(THREADS // 32):
+                total += (sums + i).load()
+            values[window, proxy] = total
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Gradients of each proxy, in fp32, times its upstream scalar, summed over those that share keys, and rounded."""
+
+    dtype: str
+    dim: int
+    num_proxies: int
+    heads: int
+
+    def fakes(self) -> tuple:
+        """Gradients of proxies, upstream, result."""
+        tokens = cute.sym_int()
+        return (
+            hopper.fake(Float32, (tokens, self.num_proxies, self.dim)),
+            hopper.fake(Float32, (self.num_proxies,), 4),
+            hopper.fake(TYPES[self.dtype], (tokens, self.heads, self.dim)),
+            hopper.fake_stream(),
+        )
+
+    @cute.jit
+    def __call__(self, gradients: cute.Tensor, upstream: cute.Tensor, result: cute.Tensor, stream: CUstream):
+        places = Int64(result.shape[0]) * (self.heads * self.dim // 4)
+        self.kernel(gradients, upstream, result).launch(
+            grid=(Int32(cute.ceil_div(places, THREADS)), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, gradients: cute.Tensor, upstream: cute.Tensor, result: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        tile, _, _ = cute.arch.block_idx()
+        place = Int64(tile) * THREADS + thread
+        line = place * 4 // self.dim
+        members = self.num_proxies // self.heads
+        if line < Int64(result.shape[0]) * self.heads:
+            column = Int32(place * 4 - line * self.dim)
+            proxy = Int32(line % self.heads) * members
+            source = gradients.iterator + (line * (members * self.dim) + column)
+            words = [hopper.load_16_bytes(source + i * self.dim) for i in range(members)]
+            sums = [Float32(0.0)] * 4
+            for i in cutlass.range_constexpr(members):
+                factor = upstream[proxy + i]
+                for x in cutlass.range_constexpr(4):
+                    sums[x] += float_of(words[i][x]) * factor
+            store_numbers(result.iterator + place * 4, tuple(sums), self.dtype)
+
+
+def variants() -> list[Deltas | Slots | SumQueries | SumKeys | SumValues | Scale]:
+    """Every kind of variant that the package is tested with."""
+    shapes = [(16, 2, 4), (8, 2, 4), (4, 2, 4), (16, 1, 1), (16, 2, 2), (4, 4, 4), (16, 4, 2)]
+    found: list = [Slots(slots, 128) for slots in (1, 5, 16, 32)]
+    for dtype in hopper.DTYPES:
+        for dim in (64, 128):
+            found.append(Deltas(dtype, dim))
+            for heads, kv_heads, selections in shapes:
+                units = max(kv_heads, selections)
+                found.append(SumQueries(dtype, dtype, dim, heads // units, units, selections, False, False))
+                found.append(SumKeys(dtype, dim, 128, units, selections, kv_heads, 2, False))
+            for proxies, selections in ((4, 4), (4, 1), (1, 1)):
+                found.append(SumQueries(dtype, "float32", dim, 1, proxies, selections, True, True))
+                found.append(SumKeys("float32", dim, 128, proxies, selections, proxies, 1, True))
+                found += [SumValues(128, proxies, selections), Scale(dtype, dim, proxies, 1)]
+    return list(dict.fromkeys(found))

@@ -1,6 +1,6 @@
-"""Turn a file of `bench_gpu.py` into the tables of a README, each stage beside the least time it could take.
+"""Turn files of `bench_gpu.py` into the tables of a README, each stage beside the least time it could take.
 
-    python kernels/benchmarks/table.py kernels/benchmarks/results/h200.json
+    cd kernels/benchmarks/results && python ../table.py h200.json h200_16k.json --into README.md
 
 The least time ("floor") of a stage is the larger of its multiply-adds over what a matrix product reaches on that GPU
 and its bytes, each read and written once, over what a copy reaches (`--tflops`, `--tbytes`: an H200's, measured).
@@ -12,6 +12,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+MARK = "<!-- tables -->"
 
 
 class Sizes(NamedTuple):
@@ -77,7 +79,7 @@ def length(sequence: int) -> str:
 def by_length(result: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
     """Rows by sequence and operation."""
     found: dict[int, dict[str, dict[str, Any]]] = {}
-    for row in result["rows"]:
+    for row in sorted(result["rows"], key=lambda row: row["sequence"]):
         found.setdefault(row["sequence"], {})[row["operation"]] = row
     return found
 
@@ -123,16 +125,36 @@ def stages(result: dict[str, Any], flops: float, rate: float) -> str:
     return markdown(["S", *(f"{stage} [{kind}]" for stage, (_, kind) in kinds.items()), "forward"], lines)
 
 
+def tables(files: Iterable[Path], tflops: float, tbytes: float) -> str:
+    """All tables of files that were measured with the same sizes."""
+    found = [json.loads(file.read_text()) for file in files]
+    result = {"settings": found[0]["settings"], "rows": [row for one in found for row in one["rows"]]}
+    parts = [
+        "Forward (selection, index, attention):",
+        wholes(result, "forward", "dense"),
+        "Step (forward, value of the KL, all gradients) against a dense step:",
+        wholes(result, "step", "dense step"),
+        "Stages of the forward in ms, in brackets how many times their floor:",
+        stages(result, tflops * 1e12, tbytes * 1e12),
+    ]
+    return "\n\n".join(parts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, nargs="+", help="with the same sizes")
     parser.add_argument("--tflops", type=float, default=790, help="of a matrix product (default: %(default)s)")
     parser.add_argument("--tbytes", type=float, default=4.3, help="TB/s of a copy (default: %(default)s)")
+    parser.add_argument("--into", type=Path, metavar="README", help=f"put them there, behind the line {MARK}")
     options = parser.parse_args()
-    result = json.loads(options.file.read_text())
-    print(wholes(result, "forward", "dense"))
-    print()
-    print(stages(result, options.tflops * 1e12, options.tbytes * 1e12))
+    text = tables(options.file, options.tflops, options.tbytes)
+    if options.into is None:
+        print(text)
+    else:
+        before, mark, _ = options.into.read_text().partition(MARK)
+        if not mark:
+            parser.error(f"--into {options.into}: has no line {MARK}; add one at its end")
+        options.into.write_text(f"{before}{MARK}\n\n{text}\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 # Every target sets up .venv first where it is missing or older than what it is made from.
 #
 #   make demo                     train, measure, write runs/demo/report.html
-#   make test                     the fast tests; also test-slow, test-gpu, test-compile, lint, bench, bench-gpu, clean
+#   make test                     the fast tests; also test-slow, test-gpu, test-compile, test-emulated, lint, bench,
+#                                 bench-gpu, clean
 #   make demo TORCH_INDEX=URL     take torch from this index (PyTorch's install page names one for CPU wheels)
 #   make demo PYTHON=python3.12   make .venv with this interpreter
 
@@ -12,7 +13,7 @@ READY := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint test-slow test-gpu test-compile bench bench-gpu clean
+.PHONY: demo test lint test-slow test-gpu test-compile test-emulated bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/msa-lab demo
@@ -29,6 +30,11 @@ test-gpu: $(READY)
 # Every variant of the Hopper kernels, without a GPU; what has not changed since is not compiled again.
 test-compile: $(READY)
 	$(BIN)/python -m msa_kernels.cute.check
+
+# The compiled kernels on a CPU, where a C++ compiler is.
+test-emulated: $(READY)
+	cd kernels && for check in forward backward kl properties; do \
+		PYTHONPATH=.:emulator ../$(BIN)/python emulator/check_$$check.py || exit 1; done
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -138,6 +139,8 @@ def run(
             print(f"{number} seed {seed} {case}: {values} {time.time() - began:.1f} s, {done:.1f} M instructions"
                   f"{' WRONG: ' + ' '.join(wrong) if wrong else ''}", flush=True)  # fmt: skip
     print(f"{faults} faults")
+    if faults:
+        sys.exit(1)
 
 
 @contextlib.contextmanager

@@ -77,22 +77,27 @@ def _demo(args: Namespace) -> int:
 
 
 def _sweep(args: Namespace) -> int:
-    from msa_lab.sweep import load_study
+    from msa_lab.cli_sweep import dry_run
+    from msa_lab.study import load_study
 
-    return _train_study(load_study(args.study), args)
+    runs = load_study(args.study)
+    return dry_run(runs, args, _complain) if args.dry_run else _train_study(runs, args)
 
 
 def _train_study(runs: list[RunConfig], args: Namespace) -> int:
+    """The report is written also when runs failed, as long as one finished: it names those that are missing."""
+    from msa_lab.cli_sweep import run_study
     from msa_lab.runs import Run
-    from msa_lab.sweep import sweep
 
-    failures = sweep(runs, root=args.root, cache=args.cache, slots=args.slots)
+    failures = run_study(runs, args, _complain)
     for failure in failures:
         _complain(f"{failure.run.path}: {failure.reason}")
+    finished = [run for run in (Run.of(config, args.root) for config in runs) if run.finished]
+    if finished:
+        _write_report(finished, Path(args.root) / runs[0].study / "report.html")
     if failures:
         _complain(f"{len(failures)} runs did not finish; the same command tries them again and keeps the finished ones")
         return 1
-    _write_report([Run.of(run, args.root) for run in runs], Path(args.root) / runs[0].study / "report.html")
     return 0
 
 
@@ -109,8 +114,16 @@ def _write_report(runs: list[Run], out: Path) -> None:
     for table in (summary_table(evidence), selection_table(evidence)):
         print(table.to_string(index=False) if len(table) else "no proxies were recorded", end="\n\n")
     print("\n".join(f"undertrained: {reason}" for reason in judge(evidence).reasons) or "trained enough to compare")
+    _name_left_out(runs)
     print(f"figures and their numbers: {figures}")
     print(f"report: {path}")
+
+
+def _name_left_out(runs: Sequence[Run]) -> None:
+    from msa_lab.sweep_jobs import left_out
+
+    for folder, reason in left_out(runs).items():
+        print(f"left out, because it did not finish: {folder}: {reason}")
 
 
 def _report(args: Namespace) -> int:
@@ -141,6 +154,7 @@ def _analyze(args: Namespace) -> int:
     refuse_format(args.format)
     measured, skipped = analyze(args.runs)
     print(describe(measured, skipped), end="\n\n")
+    _name_left_out([item.source.run for item in measured if item.source.run])
     written = write_tables(measured, skipped, Path(args.out), kind=args.format)
     print(f"{len(written)} tables: {args.out}")
     if args.viewer:
@@ -230,7 +244,7 @@ def _budget(args: Namespace) -> int:
     from msa_lab.budget import format_model, format_table
 
     if args.study:
-        from msa_lab.sweep import load_study
+        from msa_lab.study import load_study
 
         print(format_table(load_study(args.study)))
     else:

@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 from msa_lab.config import DataConfig, RunConfig
 from msa_lab.config_io import from_dict
 from msa_lab.config_model import ModelConfig
+from msa_lab.slurm_options import SlurmOptions
 
 
 def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
@@ -115,8 +116,21 @@ def _train(parser: ArgumentParser) -> None:
 
 
 def _sweep(parser: ArgumentParser) -> None:
-    """Train every run of a study file: finished ones are skipped, unfinished resumed, forks wait for their stem."""
-    parser.add_argument("study", help="A Python file with `def runs() -> list[RunConfig]`.")
+    """Train every run of a study: finished ones are skipped, unfinished resumed, forks wait for their stem."""
+    text = "A Python file with `def runs() -> list[RunConfig]`, or a folder with such a study.py."
+    parser.add_argument("study", help=text)
+    text = "Train nothing; print each run with its cost in tokens, FLOPs and minutes."
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help=text)
+    text = "With --dry-run: the speed of a run, in place of what was measured."
+    parser.add_argument("--tokens_per_second", type=float | None, default=None, help=text)
+    text = "With --dry-run: the share of the GPU's peak that training reaches, in place of what was measured."
+    parser.add_argument("--mfu", type=float | None, default=None, help=text)
+    parser.add_argument(
+        "--gpu", default="", help="With --mfu: the GPU's name, such as H100; the one here if not given."
+    )
+    text = "local: processes on this machine. slurm: a job per run, on a cluster."
+    parser.add_argument("--executor", type=Literal["local", "slurm"], default="local", help=text)
+    parser.add_class_arguments(SlurmOptions, "slurm")
     _slots(parser)
     _folders(parser)
 
@@ -176,8 +190,8 @@ def _inspect(parser: ArgumentParser) -> None:
 
 
 def _budget(parser: ArgumentParser) -> None:
-    """Count parameters and FLOPs: of a study's arms (`msa-lab budget study.py`), or of the model in `--model.*`."""
-    parser.add_argument("study", nargs="?", default="", help="A study file; its arms are compared.")
+    """Count parameters and FLOPs: of a study's arms (`msa-lab budget STUDY`), or of the model in `--model.*`."""
+    parser.add_argument("study", nargs="?", default="", help="A study's file or folder; its arms are compared.")
     parser.add_class_arguments(ModelConfig, "model")
     parser.add_argument("--context_length", type=int, default=4096, help="Tokens per row, for FLOPs.")
 

@@ -6,8 +6,6 @@ so that the loss at the fork is unchanged; proxies are new and start untrained.
 
 from __future__ import annotations
 
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,74 +15,6 @@ from msa_lab.config import RunConfig
 from msa_lab.config_io import from_dict, to_dict
 from msa_lab.learner import Learner
 from msa_lab.runs import Run
-
-_MAY_DIFFER = {
-    "model": {
-        "attention",
-        "mlp_width",
-        "block_size",
-        "top_k_blocks",
-        "num_local_blocks",
-        "num_sink_blocks",
-        "num_proxies",
-        "num_proxy_kv_heads",
-        "proxy_dim",
-        "proxy_rope",
-        "detach_proxy_input",
-    },
-    "data": {"expected_hash"},
-    "train": {
-        "stop_at",
-        "fork_from",
-        "fork_step",
-        "proxy_lr",
-        "proxy_clip",
-        "kl_weight",
-        "proxy_warmup_steps",
-        "log_every",
-        "validate_every",
-        "validation_batches",
-        "checkpoint_every",
-    },
-}
-
-
-def stem_of(config: RunConfig, root: str | Path) -> Run:
-    """The run that `train.fork_from` names: an arm's folder below `root` (the same seed's run), or a run folder.
-
-    Raises:
-        ValueError: It is missing or unfinished, ends at another step, or differs in what a fork may not change.
-    """
-    name = config.train.fork_from
-    run = next((run for run in (Run(Path(root) / name / f"seed{config.seed}"), Run(Path(name))) if run.finished), None)
-    if run is None:
-        raise ValueError(f"train.fork_from={name!r}: no finished run there (seed {config.seed}); train the stem first")
-    stem = run.config
-    if stem.train.last_step != config.train.fork_step:
-        last = stem.train.last_step
-        raise ValueError(f"train.fork_step={config.train.fork_step}: the stem ends at step {last}; try {last}")
-    check_fork(config, stem)
-    return run
-
-
-def check_fork(config: RunConfig, stem: RunConfig) -> None:
-    """Refuse a fork that changes more than attention, proxies and MLP width, or that narrows an MLP."""
-    if config.seed != stem.seed:
-        raise ValueError(f"seed={config.seed}: the stem's is {stem.seed}, and a fork goes on with its data order")
-    for section, allowed in _MAY_DIFFER.items():
-        ours, theirs = getattr(config, section), getattr(stem, section)
-        for field in fields(ours):
-            value, held = getattr(ours, field.name), getattr(theirs, field.name)
-            if field.name not in allowed and value != held:
-                raise ValueError(
-                    f"{section}.{field.name}={value!r}: a fork may change attention, proxies and MLP width only; "
-                    f"the stem has {held!r}"
-                )
-    if any(kind != "dense" for kind in stem.model.attention_kinds) and stem.model.attention != config.model.attention:
-        raise ValueError(f"train.fork_from: the stem's attention is {stem.model.attention!r}; fork from a dense stem")
-    for layer, (ours, theirs) in enumerate(zip(config.model.mlp_widths, stem.model.mlp_widths, strict=True)):
-        if ours < theirs:
-            raise ValueError(f"model.mlp_width={ours} in layer {layer}: the stem has {theirs}; a fork can only widen")
 
 
 def fork_checkpoint(config: RunConfig, stem: Run, backend: str | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from msa_lab.budget import count_parameters, flops_per_token
 from msa_lab.config import RunConfig
 from msa_lab.config_io import config_hash
+from msa_lab.cost import own_cost
 from msa_lab.runs import Run
 from msa_lab.tracking import MetricsLog
 
@@ -74,11 +75,6 @@ def summarise(
     step's by `budget.flops_per_token`; `tokens_per_second` is the median over the second half of the run's log.
     """
     model, train, parameters = config.model, config.train, count_parameters(config.model)
-    per_step = train.batch_size * config.data.context_length
-    sparse = flops_per_token(model, config.data.context_length, phase="sparse").training.total
-    warmup = flops_per_token(model, config.data.context_length, phase="warmup").training.total
-    own = train.last_step - train.fork_step
-    warmup_steps = min(own, train.proxy_warmup_steps)
     metrics = run.metrics
     speed = metrics.loc[metrics["name"] == "tokens_per_second", "value"].to_numpy()
     return {
@@ -88,7 +84,7 @@ def summarise(
         "config_hash": config_hash(config),
         "attention": list(model.attention_kinds),
         "steps": train.last_step,
-        "tokens": train.last_step * per_step,
+        "tokens": train.last_step * train.batch_size * config.data.context_length,
         "wall_seconds": time.elapsed,
         "tokens_per_second": float(np.median(speed[len(speed) // 2 :])) if len(speed) else None,
         "parameters": {
@@ -97,8 +93,8 @@ def summarise(
             "embedding": parameters.embedding,
             "proxy": parameters.proxy,
         },
-        "flops_per_token": sparse,
-        "flops_total": time.stem_flops + per_step * (warmup_steps * warmup + (own - warmup_steps) * sparse),
+        "flops_per_token": flops_per_token(model, config.data.context_length, phase="sparse").training.total,
+        "flops_total": time.stem_flops + own_cost(config).flops,
         "bigram_bits_per_byte": data.bigram_bits_per_byte(train.validation_batches * train.batch_size),
         **scores,
         "path": environment["path"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import secrets
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,10 @@ from msa_lab.callbacks import WholeCheckpoints
 from msa_lab.config import RunConfig
 from msa_lab.config_io import to_dict
 from msa_lab.data import open_data
-from msa_lab.fork import fork_checkpoint, stem_of
+from msa_lab.fork import fork_checkpoint
 from msa_lab.result import stem_costs
 from msa_lab.runs import Run
+from msa_lab.stem import stem_of
 
 if TYPE_CHECKING:
     from msa_lab.data import Data
@@ -26,7 +28,8 @@ def open_corpus(config: RunConfig, run: Run, root: str | Path, cache: str | Path
     """The run's tokens.
 
     Raises:
-        ValueError: The model's vocabulary is too small for them, or the run's earlier start or its stem read others.
+        ValueError: The model's vocabulary is too small for them, or the run's earlier start, its stem or another run
+            of the study read others.
     """
     data = open_data(config.data, cache)
     if config.model.vocab_size < data.vocab_size:
@@ -44,7 +47,25 @@ def open_corpus(config: RunConfig, run: Run, root: str | Path, cache: str | Path
                 f"{other.path}: trained on corpus {held}, but it hashes to {data.hash} now (other packages or files); "
                 "bring that one back, or start under another study name"
             )
+    if not config.data.expected_hash:
+        _check_study(config, run, data)
     return data
+
+
+def _check_study(config: RunConfig, run: Run, data: Data) -> None:
+    """A study that outlives an update of what it reads must not compare models of two corpora."""
+    for path in sorted(run.path.parents[1].glob("*/*/environment.json")):
+        other = Run(path.parent)
+        try:
+            same = replace(other.config.data, expected_hash="") == config.data
+            held = other.environment["corpus"]["hash"]
+        except (ValueError, KeyError, TypeError):  # a folder that nobody can compare with
+            continue
+        if same and held != data.hash:
+            raise ValueError(
+                f"data.source={config.data.source!r}: hashes to {data.hash} now, but {other.path} of this study read "
+                f"{held}; bring that one back, take another study name, or allow both: data.expected_hash={data.hash}"
+            )
 
 
 def check(config: RunConfig, devices: int) -> None:

@@ -131,7 +131,7 @@ def _fit(
 
 def _trainer(config: RunConfig, log: MetricsLog, callbacks: list[L.Callback], devices: int) -> L.Trainer:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for noise in (".*does not have many workers.*", ".*LeafSpec.*is deprecated.*"):
+    for noise in (".*does not have many workers.*", ".*LeafSpec.*is deprecated.*", ".*srun. command is available.*"):
         warnings.filterwarnings("ignore", message=noise)
     return L.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from msa_analysis.logs import read_log
 from msa_analysis.statistics import t_interval
 from msa_analysis.tally import tally
 from msa_lab.runs import Run, find
+from msa_lab.sweep_jobs import left_out
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Evidence:
     """By run folder; runs of which nothing can be measured are missing."""
     unmeasured: dict[str, str]
     """By run folder: why nothing could be measured, of runs that have proxies."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """By run folder: why it did not finish, of the other runs of the same studies; no number here is theirs."""
 
     @property
     def labels(self) -> dict[str, str]:
@@ -85,14 +88,14 @@ def collect(runs: Evidence | Sequence[Run] | str | Path) -> Evidence:
     selected: dict[str, Selected] = {}
     unmeasured: dict[str, str] = {}
     for run in runs:
-        if "msa" in run.config.model.attention_kinds:
+        if run.config.model.proxy_layers:
             try:
                 data = read_log(run)
             except ValueError as error:
                 unmeasured[str(run.path)] = str(error)
             else:
                 selected[str(run.path)] = _selected(data, labels[str(run.path)])
-    return Evidence(runs, table, selected, unmeasured)
+    return Evidence(runs, table, selected, unmeasured, left_out(runs))
 
 
 def _selected(data: xr.Dataset, label: str) -> Selected:

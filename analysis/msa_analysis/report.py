@@ -120,6 +120,7 @@ def _context(evidence: Evidence, verdict: Verdict) -> dict[str, Any]:
         "corpora": _corpora(evidence),
         "machines": _machines(evidence),
         "limits": _limits(evidence, arms),
+        "left_out": evidence.left_out,
     }
 
 

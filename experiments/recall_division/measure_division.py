@@ -20,7 +20,8 @@ from run_tables import Measured, measure
 
 from msa_lab.config import RunConfig
 from msa_lab.runs import Run
-from msa_lab.sweep import load_study, sweep
+from msa_lab.study import load_study
+from msa_lab.sweep import sweep
 
 HERE = Path(__file__).parent
 

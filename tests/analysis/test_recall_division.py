@@ -18,7 +18,7 @@ from run_tables import accuracy_by_bin, asked_only, distance_prior, keyless_read
 
 from msa_lab.batch import Batch
 from msa_lab.data import open_data
-from msa_lab.sweep import load_study
+from msa_lab.study import load_study
 from msa_lab.train import train
 
 STUDY = Path(__file__).parents[2] / "experiments" / "recall_division"

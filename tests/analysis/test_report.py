@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,7 +18,7 @@ from msa_analysis.gallery import write_figures
 from msa_analysis.report import selection_table, summary_table, write_report
 from msa_analysis.wording import duration, interval, number, quantity
 
-from msa_lab.runs import find
+from msa_lab.runs import Run, find
 from msa_lab.selections import open_selections
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
@@ -110,6 +111,21 @@ def test_numbers_of_the_page_are_those_of_the_documented_calls(page: Page, study
     for metric in ("recency", "excess_recency", "block_recall", "mutual_information", "kappa", "content"):
         assert number(whole.loc[metric, "value"]) in text
         assert interval(whole.loc[metric, "low"], whole.loc[metric, "high"]) in text
+
+
+def test_runs_that_did_not_finish_are_named_on_the_page(tmp_path: Path) -> None:
+    done, gone = folders.config("dense", "dense"), folders.config("window", "window")
+    folders.finished(tmp_path / "runs", done, quality=3.4)
+    unfinished = Run.of(gone, tmp_path / "runs")
+    unfinished.write_config(gone)
+    rows = [{"run": str(unfinished.path.relative_to(unfinished.path.parents[1])), "state": "failed", "reason": "<nan>"}]
+    (unfinished.path.parents[1] / "sweep.json").write_text(json.dumps(rows))
+    page = Page(write_report(tmp_path / "runs", tmp_path / "report.html"))
+    words = re.sub(r"\s+", " ", page.text)
+    assert "Left out. 1 run of this study did not finish, and no number below is theirs:" in words
+    assert f"{unfinished.path}: <nan>" in words
+    folders.finished(tmp_path / "runs", gone, quality=3.6)
+    assert "Left out." not in Page(write_report(tmp_path / "runs", tmp_path / "report.html")).text
 
 
 def test_undertrained_runs_are_not_compared(tmp_path: Path) -> None:

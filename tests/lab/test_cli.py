@@ -137,7 +137,7 @@ def test_a_full_disk_is_told_in_one_line(capsys, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device", "runs/x/metrics.csv")
 
-    monkeypatch.setattr("msa_lab.sweep.load_study", full)
+    monkeypatch.setattr("msa_lab.study.load_study", full)
     code, _, err = said(capsys, "sweep", "study.py")
     rest = "free some space and give the same command again: what is finished is kept"
     assert (code, err) == (2, f"msa-lab: runs/x/metrics.csv: No space left on device; {rest}\n")
@@ -147,17 +147,17 @@ def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("msa_lab.sweep.load_study", stop)
+    monkeypatch.setattr("msa_lab.study.load_study", stop)
     code, _, err = said(capsys, "sweep", "study.py")
     assert code == 130
     assert "the same command goes on" in err
 
 
 def test_failed_runs_give_exit_code_1_and_are_listed(capsys, monkeypatch, tmp_path):
-    from msa_lab.sweep import Failure
+    from msa_lab.sweep_jobs import Failure
 
     run = Run(tmp_path / "s" / "a-1" / "seed0")
-    monkeypatch.setattr("msa_lab.sweep.load_study", lambda path: [RunConfig()])
+    monkeypatch.setattr("msa_lab.study.load_study", lambda path: [RunConfig()])
     monkeypatch.setattr("msa_lab.sweep.sweep", lambda runs, **options: [Failure(run, "ValueError: it broke")])
     code, _, err = said(capsys, "sweep", "study.py")
     assert code == 1

@@ -4,7 +4,7 @@ from msa_lab.budget import count_parameters, table
 from msa_lab.config_io import to_dict
 from msa_lab.demo import runs, tiny_runs
 from msa_lab.runs import arm_folder
-from msa_lab.sweep import check_folders
+from msa_lab.study import check_folders
 
 
 @pytest.mark.parametrize("study", [runs, tiny_runs])

@@ -9,9 +9,10 @@ from tiny import tiny_run, write_corpus
 
 from msa_lab.config import RunConfig
 from msa_lab.config_io import to_dict
-from msa_lab.fork import check_fork, fork_checkpoint
+from msa_lab.fork import fork_checkpoint
 from msa_lab.learner import Learner, Parts
 from msa_lab.runs import Run, arm_folder
+from msa_lab.stem import check_fork
 from msa_lab.train import train
 
 pytestmark = pytest.mark.xdist_group("fork")  # its study is trained once, not once a worker

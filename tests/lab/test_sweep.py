@@ -1,79 +1,22 @@
 import os
-import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sweep_child import CHILD, began, config, fork, stand_in
 
 from msa_lab import sweep as sweep_module
-from msa_lab.config import RunConfig, TrainConfig
-from msa_lab.runs import Run, arm_folder
-from msa_lab.sweep import load_study, sweep
-
-CHILD = textwrap.dedent(
-    """
-    import json, os, signal, sys, threading, time
-    from pathlib import Path
-
-    import yaml
-
-    folder = Path(sys.argv[2]).parent
-    config = yaml.safe_load(Path(sys.argv[2]).read_text())
-    assert Path(sys.argv[4]) == folder.parents[2]
-
-    def stop(*_):
-        (folder / "last.ckpt").write_text("saved")
-        sys.exit(130)
-
-    def watch():
-        os.read(0, 1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    threading.Thread(target=watch, daemon=True).start()
-    with (folder / "times").open("a") as file:
-        file.write(f"{time.time()} {os.environ['OMP_NUM_THREADS']} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n")
-    print("training", config["arm"], "again" if (folder / "last.ckpt").exists() else "")
-    with (folder / "metrics.csv").open("a") as file:
-        file.write("step,name,value\\n10,train/ce,2.5\\n20,train/ce,1.25\\n30,tr")
-    if config["arm"].startswith("slow"):
-        time.sleep(60)
-    if config["arm"].startswith("bad"):
-        print("Traceback: much ado")
-        print("ValueError: data.path='x': no such folder")
-        sys.exit(2)
-    time.sleep(0.3)
-    (folder / "end").write_text(str(time.time()))
-    (folder / "result.json").write_text("{}")
-    """
-)
+from msa_lab.runs import Run
+from msa_lab.sweep import sweep
 
 
 @pytest.fixture
 def child(tmp_path, monkeypatch):
-    script = tmp_path / "child.py"
-    script.write_text(CHILD)
-    monkeypatch.setattr(sweep_module, "TRAIN", (sys.executable, str(script)))
-    monkeypatch.setattr(sweep_module, "_gpus", list)
-    return script
-
-
-def config(arm: str, seed: int = 0, **train) -> RunConfig:
-    return RunConfig(study="s", arm=arm, seed=seed, train=TrainConfig(**train))
-
-
-def fork(arm: str, stem: RunConfig) -> RunConfig:
-    return config(arm, stem.seed, fork_from=arm_folder(stem), fork_step=200)
-
-
-def began(run: Run) -> list[float]:
-    return [float(line.split()[0]) for line in (run.path / "times").read_text().splitlines()]
+    return stand_in(tmp_path, monkeypatch)
 
 
 def test_forks_wait_for_the_stem_of_their_seed_and_go_side_by_side(child, tmp_path):
@@ -115,7 +58,7 @@ def test_a_run_with_nothing_beside_it_gets_every_core_also_when_resumed(child, t
 
 
 def test_runs_go_to_one_gpu_each_and_a_freed_one_is_taken_again(child, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_module, "_gpus", lambda: ["2", "GPU-5f"])
+    monkeypatch.setattr(sweep_module, "visible_gpus", lambda: ["2", "GPU-5f"])
     runs = [config("a", seed) for seed in range(3)]
     assert sweep(runs, root=tmp_path) == []
     used = [(Run.of(run, tmp_path).path / "times").read_text().split()[2] for run in runs]
@@ -123,12 +66,22 @@ def test_runs_go_to_one_gpu_each_and_a_freed_one_is_taken_again(child, tmp_path,
     assert used[2] in used[:2]
 
 
+def test_small_runs_share_gpus_in_turn_when_there_are_more_slots(child, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_module, "visible_gpus", lambda: ["0", "1"])
+    runs = [config("a", seed) for seed in range(4)]
+    assert sweep(runs, root=tmp_path, slots=4) == []
+    lines = [(Run.of(run, tmp_path).path / "times").read_text().split() for run in runs]
+    assert sorted(line[2] for line in lines) == ["0", "0", "1", "1"]
+    ends = [float((Run.of(run, tmp_path).path / "end").read_text()) for run in runs]
+    assert max(float(line[0]) for line in lines) < min(ends)
+
+
 def test_visible_gpus_are_the_ones_that_the_environment_names(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert sweep_module._gpus() == ["3", "5"]
+    assert sweep_module.visible_gpus() == ["3", "5"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert sweep_module._gpus() == ["0", "1"]
+    assert sweep_module.visible_gpus() == ["0", "1"]
 
 
 def test_finished_runs_are_not_started_again(child, tmp_path):
@@ -181,9 +134,9 @@ def test_a_folder_that_holds_another_config_fails_alone(child, tmp_path):
 SWEEP = """
 import sys
 sys.path.insert(0, {tests!r})
-from test_sweep import config, sweep_module
+from sweep_child import config, sweep_module
 sweep_module.TRAIN = (sys.executable, {child!r})
-sweep_module._gpus = list
+sweep_module.visible_gpus = list
 sweep_module.sweep([config("slow1"), config("slow2")], root={root!r}, slots=2)
 """
 
@@ -228,42 +181,6 @@ def test_a_restart_waits_for_what_is_still_saving(child, tmp_path):
 def test_bars_move_on_a_terminal(child, tmp_path, capsys):
     assert sweep([config("msa"), config("bad")], root=tmp_path, live=True)
     assert "msa seed0: finished" in capsys.readouterr().out
-
-
-GOOD = "from msa_lab.config import RunConfig\ndef runs():\n    return [RunConfig(arm='a'), RunConfig(arm='b')]\n"
-
-
-def test_a_study_file_is_loaded(tmp_path):
-    path = tmp_path / "study.py"
-    path.write_text(GOOD)
-    assert [run.arm for run in load_study(path)] == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("def runs(:\n", ":1: invalid syntax"),
-        ("import nothing_of_the_kind\n", ":1: ModuleNotFoundError: No module named 'nothing_of_the_kind'"),
-        ("def runs():\n    return 1 / 0\n", ":2: ZeroDivisionError: division by zero"),
-        ("x = 1\n", ": has no function runs()"),
-        ("def runs():\n    return 7\n", ": runs() must return a list of RunConfig with at least one, not int"),
-        ("def runs():\n    return []\n", r": runs() must return a list of RunConfig with at least one, not []"),
-        (GOOD.replace("'b'", "'a'"), ": 2 runs share the folder scratch/a-"),
-        (GOOD.replace("arm='b'", "arm='b', seed=-1"), ":3: seed=-1: must be at least 0; try 0"),
-    ],
-)
-def test_a_study_file_that_cannot_be_used_is_named_in_one_line(tmp_path, text, complaint):
-    path = tmp_path / "study.py"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=re.escape(complaint)) as error:
-        load_study(path)
-    assert str(error.value).startswith(f"{path}{complaint}")
-    assert "\n" not in str(error.value)
-
-
-def test_a_missing_study_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere\.py: no such study file"):
-        load_study(tmp_path / "nowhere.py")
 
 
 def _wait(done, seconds: float = 20.0) -> None:

@@ -2,11 +2,12 @@
 
 Everything is timed in one process, one call of each in turn, so that what the GPU does in the course of time (clocks,
 temperature) strikes all alike: median, least and most of `--repeats` rounds by CUDA events, after `--warmup` rounds
-that pay for compilation. "forward" is `select_blocks` and `sparse_attention` together; "step" adds the KL, its value
-included, and all gradients; "dense step" is dense attention with its gradients. These times begin on an idle GPU and so
-contain what the host takes to launch; "device" is the median where the GPU first waits until all is launched, as in a
-training that keeps it busy. The stages are timed in that way too; one that is called several times (windows) is summed.
-Stages of a step's KL and backward are parts of these two. The selection that is attended to is either
+that pay for compilation. "forward" is `select_blocks` and `sparse_attention` together; "step" is `msa_attention` with
+the KL, its value included, and all gradients; "dense step" is dense attention with its gradients, and "warm-up step"
+adds the proxies' KL over all tokens and its gradients. These times begin on an idle GPU and so contain what the host
+takes to launch; "device" is the median where the GPU first waits until all is launched, as in a training that keeps it
+busy. The stages are timed in that way too; one that is called several times (windows) is summed. Stages of a step's KL
+and backward are parts of these two. The selection that is attended to is either
 
     selected by proxies   what `select_blocks` chose from random inputs: neighbouring queries agree by chance alone
     overlap               a planted one: of its neighbour's blocks, a query keeps each with probability `--keep`
@@ -21,57 +22,31 @@ above the inputs; launches are kernels that the profiler saw in one call. Nothin
 import argparse
 import contextlib
 import datetime
-import importlib
+import functools
 import json
 import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from bench_ops import show_profile
-from msa_kernels import Selection, msa_attention, select_blocks, sparse_attention
+from msa_kernels import Selection, dense_attention, dense_proxy_kl, msa_attention, select_blocks, sparse_attention
+from msa_kernels.cute import by_flex
 from msa_kernels.dispatch import PATHS
+from stages import HEAD_START, STAGES, stage_times
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-STAGES = {
-    "layout": ("layout", "make_layout"),
-    "score": ("scores", "score"),
-    "top-k": ("topk", "choose"),
-    "index": ("index", "build"),
-    "attend": ("attend", "attend"),
-    "merge": ("merge", "merge"),
-}
-"""Module of msa_kernels.cute and function, by the stage's name here."""
-PARTS = (
-    ("kl", "divergence"),
-    ("backward", "attention_gradients"),
-    ("layout", "make_layout"),
-    ("index", "build"),
-    ("rows", "make_rows"),
-    ("delta", "make_deltas"),
-    ("student's attend", "attend"),
-    ("student's merge", "merge"),
-    ("products", "proxy_kl"),
-    ("products", "backward"),
-    ("sum for queries", "sum_queries"),
-    ("sum for keys", "sum_keys"),
-    ("sum of values", "sum_values"),
-    ("scale", "scale"),
-)
-"""Stages that a step has besides, and their functions in msa_kernels.cute.gradients."""
-CONTAINERS = ("kl", "backward")
-"""Stages that others are parts of, which get the container's name before theirs."""
-OPERATIONS = ("forward", "step", "select_blocks", "sparse_attention", "dense", "dense step")
-HEAD_START = 20_000_000
-"""Clock ticks for which the GPU waits while the host launches, about 10 ms."""
+OPERATIONS = ("forward", "step", "warm-up step", "select_blocks", "sparse_attention", "dense", "dense step")
+PEERS = {"forward": "dense", "step": "dense step", "warm-up step": "dense step"}
+"""What an operation is compared with."""
 VERSIONS = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "quack-kernels", "triton")
 SAMPLE = 4096
 """Queries at the end of the sequence whose agreement with their neighbours is reported."""
@@ -131,23 +106,83 @@ def agreement(selection: Selection) -> float:
     return (same & earlier).sum().item() / max(earlier.sum().item(), 1)
 
 
-def operations(options: argparse.Namespace, sequence: int) -> tuple[dict[str, Call], dict[str, float]]:
-    """What to time, by name, and the agreement of neighbours in each selection."""
+class Inputs(NamedTuple):
+    """Random tensors of one length, and what flows back into the output and the KLs."""
+
+    q_proxy: Tensor
+    k_proxy: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    upstream: Tensor
+    weights: Tensor
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """Those that learn, proxies first."""
+        return tuple(x.detach().requires_grad_() for x in self[:5])
+
+
+def inputs(options: argparse.Namespace, sequence: int) -> Inputs:
     generator = torch.Generator("cuda").manual_seed(0)
 
     def tensor(heads: int, dim: int) -> Tensor:
         shape = options.batch, sequence, heads, dim
         return torch.randn(shape, device="cuda", generator=generator).to(getattr(torch, options.dtype))
 
-    q_proxy, k_proxy = (tensor(heads, options.proxy_dim) for heads in (options.proxies, options.proxy_kv_heads))
-    q, k, v = (tensor(heads, options.dim) for heads in (options.heads, options.kv_heads, options.kv_heads))
+    proxies = (tensor(heads, options.proxy_dim) for heads in (options.proxies, options.proxy_kv_heads))
+    main = (tensor(heads, options.dim) for heads in (options.heads, options.kv_heads, options.kv_heads))
+    return Inputs(*proxies, *main, tensor(options.heads, options.dim), torch.ones(options.proxies, device="cuda"))
+
+
+def dense_operations(given: Inputs, path: str) -> dict[str, Call]:
+    """Dense attention by each library that is here, alone, with its gradients, and the warm-up on it."""
+    leaves = given.leaves
+
+    def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    kinds: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"cuDNN": cudnn}
+    with contextlib.suppress(ImportError):
+        from flash_attn.cute.interface import flash_attn_func
+
+        def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            found = flash_attn_func(q, k, v, causal=True)
+            return found[0] if isinstance(found, tuple) else found
+
+        kinds["FlashAttention-4"] = flash
+
+    @torch.enable_grad()
+    def step(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> object:
+        return torch.autograd.grad(attention(*leaves[2:]), leaves[2:], given.upstream)
+
+    @torch.enable_grad()
+    def warm_up() -> object:
+        out, lse = dense_attention(*leaves[2:], backend=path)
+        assert lse is not None
+        kl = dense_proxy_kl(*leaves[:4], lse, backend=path)
+        return torch.autograd.grad((out, kl), leaves, (given.upstream, given.weights))
+
+    calls: dict[str, Call] = {"warm-up step, all tokens": warm_up}
+    for name, attention in kinds.items():
+        calls[f"dense, {name}"] = functools.partial(attention, *given[2:5])
+        calls[f"dense step, {name}"] = functools.partial(step, attention)
+    return calls
+
+
+def operations(options: argparse.Namespace, sequence: int) -> tuple[dict[str, Call], dict[str, float]]:
+    """What to time, by name, and the agreement of neighbours in each selection."""
+    given = inputs(options, sequence)
+    leaves = given.leaves
     rule = {"top_k_blocks": options.top_k_blocks, "block_size": options.block_size, "backend": options.path}
 
     def select() -> Selection:
-        return select_blocks(q_proxy, k_proxy, **rule)
+        return select_blocks(given.q_proxy, given.k_proxy, **rule)
 
     def attend(selection: Selection) -> object:
-        return sparse_attention(q, k, v, selection, backend=options.path)
+        return sparse_attention(given.q, given.k, given.v, selection, backend=options.path)
 
     chosen = select()
     sizes = options.batch, options.proxies, sequence, options.top_k_blocks, options.block_size
@@ -157,99 +192,26 @@ def operations(options: argparse.Namespace, sequence: int) -> tuple[dict[str, Ca
         select()
         return attend(overlap)
 
-    def cudnn(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-    upstream = tensor(options.heads, options.dim)
-    leaves = [x.detach().requires_grad_() for x in (q_proxy, k_proxy, q, k, v)]
-    weights = torch.ones(options.proxies, device="cuda")
-
     @torch.enable_grad()
     def step(selection: Selection | None = None) -> object:
-        chosen = {"selection": select() if selection is None else selection}
-        found = msa_attention(*leaves, **chosen, backend=options.path)
-        return torch.autograd.grad((found.out, found.kl), leaves, (upstream, weights))
-
-    def step_overlap() -> object:
-        select()
-        return step(overlap)
-
-    @torch.enable_grad()
-    def dense_step(attention: Callable[..., Tensor]) -> object:
-        return torch.autograd.grad(attention(*leaves[2:]), leaves[2:], upstream)
+        # Where it is given, it still is selected as if it were not.
+        own = select()
+        found = msa_attention(*leaves, selection=selection or own, backend=options.path)
+        return torch.autograd.grad((found.out, found.kl), leaves, (given.upstream, given.weights))
 
     calls: dict[str, Call] = {
         "forward, selected by proxies": lambda: attend(select()),
         "forward, overlap": forward_overlap,
         "step, selected by proxies": step,
-        "step, overlap": step_overlap,
+        "step, overlap": lambda: step(overlap),
         "select_blocks": select,
         "sparse_attention, selected by proxies": lambda: attend(chosen),
         "sparse_attention, overlap": lambda: attend(overlap),
-        "dense, cuDNN": cudnn,
-        "dense step, cuDNN": lambda: dense_step(cudnn),
+        **dense_operations(given, options.path),
     }
-    with contextlib.suppress(ImportError):
-        from flash_attn.cute.interface import flash_attn_func
-
-        def flash(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            found = flash_attn_func(q, k, v, causal=True)
-            return found[0] if isinstance(found, tuple) else found
-
-        calls["dense, FlashAttention-4"] = flash
-        calls["dense step, FlashAttention-4"] = lambda: dense_step(flash)
     if options.only:
         calls = {name: call for name, call in calls.items() if name.split(",")[0] in options.only}
     return calls, {"proxies": agreement(chosen), "overlap": agreement(overlap)}
-
-
-@contextlib.contextmanager
-def marked() -> Iterator[list[tuple[str, torch.cuda.Event, torch.cuda.Event]]]:
-    """Every call of a stage within, with an event before and one behind it."""
-    seen: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-    inside: list[str] = []  # gradients run in a thread of their own, but one thing after the other
-
-    def mark(stage: str, function: Callable) -> Callable:
-        def run(*given: Any, **named: Any) -> object:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            name = ", ".join([*inside, stage])
-            inside.extend([stage] if stage in CONTAINERS else [])
-            start.record()
-            try:
-                result = function(*given, **named)
-            finally:
-                end.record()
-                del inside[len(inside) - (stage in CONTAINERS) :]
-            seen.append((name, start, end))
-            return result
-
-        return run
-
-    every = [(stage, *place) for stage, place in STAGES.items()] + [(part, "gradients", name) for part, name in PARTS]
-    places = [(stage, importlib.import_module(f"msa_kernels.cute.{module}"), name) for stage, module, name in every]
-    originals = [getattr(module, name) for _, module, name in places]
-    try:
-        for (stage, module, name), original in zip(places, originals, strict=True):
-            setattr(module, name, mark(stage, original))
-        yield seen
-    finally:
-        for (_, module, name), original in zip(places, originals, strict=True):
-            setattr(module, name, original)
-
-
-def stage_times(call: Call) -> dict[str, float]:
-    """Milliseconds of each stage that a call runs through."""
-    with marked() as seen:
-        torch.cuda.synchronize()
-        torch.cuda._sleep(HEAD_START)
-        call()
-        torch.cuda.synchronize()
-    times: dict[str, float] = {}
-    for stage, start, end in seen:
-        times[stage] = times.get(stage, 0.0) + start.elapsed_time(end)
-    return times
 
 
 def whole_time(call: Call, head_start: int = 0) -> float:
@@ -282,7 +244,7 @@ def cost(call: Call) -> dict[str, float]:
 
 
 def measure(calls: dict[str, Call], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each call, and behind a forward or step one for each of its stages; a call that fails says why."""
+    """A row for each call, and behind some one for each of its stages; a call that fails says why."""
     rows: dict[str, dict[str, Any]] = {}
     times: dict[str, list[float]] = {}
     launched: dict[str, list[float]] = {name: [] for name in calls}
@@ -295,18 +257,15 @@ def measure(calls: dict[str, Call], options: argparse.Namespace) -> list[dict[st
             rows[name] = {"failed": str(error).strip().splitlines()[0]}
             del calls[name]
             torch.cuda.empty_cache()
-    staged = [name for name in calls if options.path == "cute" and name.startswith(("forward", "step"))]
+    with_stages = STAGES if by_flex(options.block_size) is None else ("forward",)
+    staged = [name for name in calls if options.path == "cute" and name.split(",")[0] in with_stages]
     for _ in range(options.repeats):
         for name, call in calls.items():
             times.setdefault(name, []).append(whole_time(call))
             launched[name].append(whole_time(call, HEAD_START))
         for name in staged:
-            for stage, spent in stage_times(calls[name]).items():
+            for stage, spent in stage_times(name.split(",")[0], calls[name]).items():
                 times.setdefault(f"{name}: {stage}", []).append(spent)
-    for name in staged:
-        missed = [stage for stage in STAGES if f"{name}: {stage}" not in times]
-        if missed:
-            raise RuntimeError(f"{name} never called the stages {', '.join(missed)} through their modules")
     for name, found in times.items():
         spread = {"median_ms": statistics.median(found), "least_ms": min(found), "most_ms": max(found)}
         device = statistics.median(launched.get(name, found))
@@ -317,7 +276,7 @@ def measure(calls: dict[str, Call], options: argparse.Namespace) -> list[dict[st
 
 
 def show(sequence: int, rows: list[dict[str, Any]]) -> None:
-    """Print the rows; a forward's or step's last column compares it with FlashAttention-4's, or else with cuDNN's."""
+    """Print the rows; the last column compares with what FlashAttention-4 takes for its peer, or else cuDNN."""
     medians = {row["operation"]: row["median_ms"] for row in rows if "median_ms" in row}
     for row in rows:
         whole, _, stage = row["operation"].partition(": ")
@@ -328,7 +287,7 @@ def show(sequence: int, rows: list[dict[str, Any]]) -> None:
             line += "".join(f"{row[key]:10.3f}" for key in ("median_ms", "least_ms", "most_ms", "device_ms"))
         if "launches" in row:
             line += f"{row['peak_mib']:10.0f}{row['launches']:10d}"
-            peer = {"forward": "dense", "step": "dense step"}.get(whole.split(",")[0])
+            peer = PEERS.get(whole.split(",")[0])
             dense = medians.get(f"{peer}, FlashAttention-4", medians.get(f"{peer}, cuDNN"))
             line += f"{dense / row['median_ms']:9.2f}x" if dense else ""
         print(line, flush=True)

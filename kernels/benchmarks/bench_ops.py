@@ -182,9 +182,8 @@ def main() -> None:
         )
         device = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
         print(f"{path} ({reason}) on {device}, torch {torch.__version__}, {dtype}", flush=True)
-        print(
-            f"{'sequence':>8}  {'operation':24}{'median ms':>10}{'least':>10}{'most':>10}{'peak MiB':>10}", flush=True
-        )
+        heads = "".join(f"{name:>10}" for name in ("median ms", "least", "most", "peak MiB"))
+        print(f"{'sequence':>8}  {'operation':24}{heads}", flush=True)
         rows = []
         for sequence in options.sequence:
             calls = operations(options, sequence, dtype)

@@ -129,11 +129,16 @@ def tables(files: Iterable[Path], tflops: float, tbytes: float) -> str:
     """All tables of files that were measured with the same sizes."""
     found = [json.loads(file.read_text()) for file in files]
     result = {"settings": found[0]["settings"], "rows": [row for one in found for row in one["rows"]]}
+    warm_up: list[str] = []
+    if any(row["operation"].startswith("warm-up step,") for row in result["rows"]):
+        head = "Warm-up step (dense attention, the KL over all tokens, all gradients) against a dense step:"
+        warm_up = [head, wholes(result, "warm-up step", "dense step")]
     parts = [
         "Forward (selection, index, attention):",
         wholes(result, "forward", "dense"),
         "Step (forward, value of the KL, all gradients) against a dense step:",
         wholes(result, "step", "dense step"),
+        *warm_up,
         "Stages of the forward in ms, in brackets how many times their floor:",
         stages(result, tflops * 1e12, tbytes * 1e12),
     ]

@@ -5,12 +5,13 @@ import contextlib
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import NamedTuple
 from unittest import mock
 
 import torch
+from msa_kernels.cute import windows
 from msa_kernels.selection import Selection, random_selection
 from torch import Tensor
 
@@ -141,6 +142,18 @@ def run(
     print(f"{faults} faults")
     if faults:
         sys.exit(1)
+
+
+@contextlib.contextmanager
+def small_windows(case: Case) -> Iterator[None]:
+    """Problems of 3,000 tokens are cut into windows, most of which a forward pass takes two at a time."""
+    with contextlib.ExitStack() as stack:
+        if case.sequence * case.batch > 2600:
+            partial = 2048 * case.heads * case.slots * (case.dim * 2 + 4)
+            changes = {"PART_BYTES": 2**20, "PART_SHARE": 0, "PARTIAL_BYTES": partial}
+            for name, value in changes.items():
+                stack.enter_context(mock.patch.object(windows, name, value))
+        yield
 
 
 @contextlib.contextmanager

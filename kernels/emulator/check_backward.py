@@ -1,11 +1,9 @@
 """Gradients of attention over a selection (slots, deltas, backward, sums), against fp64 and autograd."""
 
-from unittest import mock
-
 import torch
-from cases import DOCUMENTS, Case, difference, of_variants, problem, run
+from cases import DOCUMENTS, Case, difference, of_variants, problem, run, small_windows
 from msa_kernels import reference
-from msa_kernels.cute import backward, gradients
+from msa_kernels.cute import backward, gradients, windows, work
 
 CASES = [
     Case(),
@@ -34,11 +32,11 @@ def check(case: Case, seed: int) -> dict:
     expected, lse = reference.sparse_attention(*exact, selection)
     wanted = torch.autograd.grad(expected, exact, upstream.double())
     out, lse = expected.detach().to(q.dtype), lse.detach().float()
-    given = q, k, v, selection.blocks, selection.cu_seqlens, case.block_size, out, lse, upstream
-    windows = case.sequence * case.batch > 2600
-    bytes_, share = (2**20, 0) if windows else (gradients.PART_BYTES, gradients.PART_SHARE)
-    with mock.patch.object(gradients, "PART_BYTES", bytes_), mock.patch.object(gradients, "PART_SHARE", share):
-        ours = gradients.attention_gradients(*given)
+    about = selection.blocks, selection.cu_seqlens, case.block_size
+    with small_windows(case):
+        parts = windows.attention_parts(q, max(case.selections, case.kv_heads), case.block_size)
+        ready = work.prepare(q, k, v, *about, windows.part_window(windows.sizes(*about), parts, q))
+    ours = gradients.attention_gradients(ready, work.make_rows(ready.problem), out, lse, upstream)
     return {f"d{name}": (difference(a, b), 6e-3) for name, a, b in zip("qkv", ours, wanted, strict=True)}
 
 

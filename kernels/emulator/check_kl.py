@@ -1,12 +1,11 @@
 """The proxies' KL and its gradients, on a selection and over everything (kl, dense, sums), against fp64."""
 
-import contextlib
 from unittest import mock
 
 import torch
-from cases import DOCUMENTS, Case, difference, of_variants, problem, run
+from cases import DOCUMENTS, Case, difference, of_variants, problem, run, small_windows
 from msa_kernels import reference
-from msa_kernels.cute import dense, gradients, kl
+from msa_kernels.cute import dense, kl, ops
 
 CASES = [
     Case(),
@@ -47,15 +46,8 @@ CASES = [
 ]
 
 
-WINDOWS = (gradients, "PART_BYTES", 2**20), (gradients, "PART_SHARE", 0), (dense, "PART_BYTES", 2**23)
-"""What makes several windows of a problem of 3,000 tokens."""
-
-
 def check(case: Case, seed: int) -> dict:
-    with contextlib.ExitStack() as stack:
-        if case.sequence * case.batch > 2600:
-            for module, name, value in WINDOWS:
-                stack.enter_context(mock.patch.object(module, name, value))
+    with small_windows(case), mock.patch.object(dense, "PART_BYTES", 2**23):
         return compared(case, seed)
 
 
@@ -78,8 +70,8 @@ def compared(case: Case, seed: int) -> dict:
             found[f"{name}dk"] = difference(dk, wanted[1]), 8e-3
 
     given = q_proxy, k_proxy, q, k, lse.float(), selection.blocks, selection.cu_seqlens, case.block_size
-    compare("", *gradients.divergence(*given, with_gradients=True), expected)
-    value = gradients.divergence(*given, with_gradients=False)[0]
+    compare("", *ops.proxy_kl(*given, True), expected)
+    value = ops.proxy_kl(*given, False)[0]
     found["alone"] = difference(value, expected), 1e-4
     if case.selections == proxies:
         _, lse = reference.dense_attention(q.double(), k.double(), v.double(), cu_seqlens=selection.cu_seqlens)

@@ -5,7 +5,7 @@ import sys
 import torch
 from cases import Case, here, problem
 from msa_kernels import reference
-from msa_kernels.cute import dense, gradients, ops
+from msa_kernels.cute import dense, ops
 
 import emulator
 
@@ -16,6 +16,7 @@ CASES = [
     Case(heads=16, kv_heads=1, selections=1, sequence=600, slots=2, documents=DOCUMENTS, dtype="float16"),
 ]
 SEEDS = 4
+WINDOW = 1024
 POISONED = 1, 3
 """Documents that are NaN."""
 
@@ -35,12 +36,10 @@ def results(case: Case, seed: int, *, poisoned: bool = False) -> dict[str, torch
                 x[:, case.documents[document] : case.documents[document + 1]] = float("nan")
     about = selection.blocks, selection.cu_seqlens, case.block_size
     with here(), emulator.installed(seed=seed):
-        found = dict(zip(("out", "lse"), ops.sparse_attention(q, k, v, *about, None), strict=True))
-        found |= dict(
-            zip(("dq", "dk", "dv"), gradients.attention_gradients(q, k, v, *about, out, lse, upstream), strict=True)
-        )
-        kl = gradients.divergence(q_proxy, k_proxy, q, k, lse, *about, with_gradients=True)
-        found |= dict(zip(("value", "dq_proxy", "dk_proxy"), kl, strict=True))
+        *step, kept = ops.attention_and_kl(q_proxy, k_proxy, q, k, v, *about, WINDOW, True)
+        found = dict(zip(("out", "lse", "value", "dq_proxy", "dk_proxy"), step, strict=True))
+        main = q, k, v, about[0], case.block_size, WINDOW, out, lse, upstream, kept
+        found |= dict(zip(("dq", "dk", "dv"), ops.attention_gradients(*main), strict=True))
         kl = dense.dense_divergence(q_proxy, k_proxy, q, k, every, student, selection.cu_seqlens, with_gradients=True)
         found |= dict(zip(("dense value", "dense dq", "dense dk"), kl, strict=True))
     return found

@@ -216,6 +216,9 @@ def msa_attention(
             num_local_blocks=num_local_blocks,
             num_sink_blocks=num_sink_blocks,
         )
+    if with_kl and hasattr(path, "attention_and_kl"):
+        out, kl = path.attention_and_kl(q_proxy, k_proxy, q, k, v, chosen)
+        return MSAOutput(out, kl, chosen)
     out, lse = path.sparse_attention(q, k, v, chosen)
     kl = path.proxy_kl(q_proxy, k_proxy, q, k, lse, chosen) if with_kl else None
     return MSAOutput(out, kl, chosen)

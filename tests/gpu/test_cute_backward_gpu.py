@@ -1,43 +1,33 @@
-"""The Hopper kernels on a GPU: gradients of sparse attention against the reference in fp64, for the kernel's selection.
-
-The measure is that of `test_cute_gpu.py`: relative L2, at most twice that of the reference in the same rounded inputs.
-"""
-
-import random
+"""The Hopper kernels on a GPU: gradients of sparse attention against the reference in fp64, for one selection."""
 
 import pytest
 import torch
-from msa_kernels import flex, reference
-from msa_kernels.selection import Selection, random_selection, window_selection
-from test_cute_gpu import CASES, FLOAT_ERROR, Case, inputs, rule
-
-from msa_lab.config import ModelConfig
-from msa_lab.model import Transformer
-
-if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
-
-from msa_kernels import cute
-from msa_kernels.cute import gradients, ops
-
-CASES = {name: case._replace(block_size=128) for name, case in CASES.items()}
-"""The kernels of gradients are for blocks of 128 tokens."""
+from cute_cases import (
+    KINDS,
+    LEARNING,
+    WRITTEN,
+    Case,
+    chosen,
+    cut,
+    cut_if_named,
+    error,
+    inputs,
+    judge,
+    launches,
+    never_waits_or_compiles,
+    peak,
+    poison,
+    random_case,
+    selection_of,
+    upstream_of,
+)
+from msa_kernels import cute, flex, reference
+from msa_kernels.selection import Selection
 
 
 @pytest.fixture(autouse=True)
 def small_windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One case, whatever the test, is cut into windows that are smaller than its rows."""
-    if "several_windows" in request.node.name:
-        monkeypatch.setattr(ops, "SCORE_BYTES", 2**16)
-        monkeypatch.setattr(ops, "PARTIAL_BYTES", 2**16)
-        monkeypatch.setattr(gradients, "PART_BYTES", 2**16)
-        monkeypatch.setattr(gradients, "PART_SHARE", 0)
-
-
-def upstream_of(q: torch.Tensor) -> torch.Tensor:
-    """Random, and exact in every type that is tested."""
-    generator = torch.Generator("cuda").manual_seed(9)
-    return torch.randn(q.shape, device="cuda", generator=generator).bfloat16().half().to(q.dtype)
+    cut_if_named(request, monkeypatch)
 
 
 def gradients_of(path, tensors: list[torch.Tensor], selection: Selection, upstream: torch.Tensor) -> list[torch.Tensor]:
@@ -45,14 +35,6 @@ def gradients_of(path, tensors: list[torch.Tensor], selection: Selection, upstre
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     out, _ = path.sparse_attention(*leaves, selection)
     return list(torch.autograd.grad(out, leaves, upstream.to(out.dtype)))
-
-
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative L2, infinite if anything is not finite; where nothing but zeros is expected, relative to ones."""
-    if not actual.isfinite().all():
-        return float("inf")
-    size = expected.norm() if expected.any() else actual.new_tensor(actual.numel(), dtype=torch.float64).sqrt()
-    return ((actual.double() - expected).norm() / size.clamp(min=1e-30)).item()
 
 
 def error_of_rounding(tensors: list[torch.Tensor], selection: Selection, upstream: torch.Tensor) -> list[float]:
@@ -92,69 +74,36 @@ def compare(
     if rounded:
         for part, lost in zip(("dq", "dk"), error_of_rounding(tensors, selection, upstream), strict=True):
             errors[part] = errors[part][0], max(errors[part][1], lost)
-    print(f"\n{name}: " + ", ".join(f"{part} {a:.1e} ({b:.1e})" for part, (a, b) in errors.items()))
-    wrong = {part: pair for part, pair in errors.items() if not pair[0] <= 2 * pair[1] + FLOAT_ERROR}
-    assert not wrong, f"error and the reference's: {wrong}"
+    judge(name, errors)
 
 
-def chosen(case: Case, tensors: list[torch.Tensor], offsets: torch.Tensor | None) -> Selection:
-    return cute.select_blocks(*tensors[:2], **rule(case, offsets))
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LEARNING)
 def test_gradients(name: str):
-    case = CASES[name]
+    case = LEARNING[name]
     tensors, offsets = inputs(case)
     compare(name, tensors[2:], chosen(case, tensors, offsets))
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_gradients_of_random_shapes(seed: int):
-    rng = random.Random(seed)
-    kv_heads = rng.choice([1, 1, 2, 3, 4])
-    proxies = rng.choice([kv_heads, kv_heads, 2 * kv_heads, 4 * kv_heads, 1])
-    batch, sequence = rng.choice([1, 1, 2, 3]), rng.randint(1, 1400)
-    documents = None
-    if rng.random() < 0.6:
-        cuts = [rng.randint(0, batch * sequence) for _ in range(rng.choice([1, 5, 40]))]
-        documents = tuple(sorted([*cuts, *range(0, batch * sequence + 1, sequence)]))
-    case = Case(
-        dtype=rng.choice([torch.bfloat16, torch.float16]),
-        batch=batch,
-        sequence=sequence,
-        heads=max(proxies, kv_heads) * rng.choice([1, 2, 4, 8, 16]),
-        kv_heads=kv_heads,
-        proxies=proxies,
-        dim=rng.choice([64, 128]),
-        top_k_blocks=rng.choice([1, 2, 3, 5, 8, 16, 31]),
-        local=rng.choice([0, 1]),
-        documents=documents,
-    )
+    case = random_case(seed)
     tensors, offsets = inputs(case, seed)
     print(f"\n{case}")
     compare(str(seed), tensors[2:], chosen(case, tensors, offsets))
 
 
-@pytest.mark.parametrize("kind", ["random", "window", "rows_without_blocks", "only_earlier_blocks", "nothing"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_any_selection_has_gradients(kind: str):
-    case = CASES["the_published_shape"]
+    case = LEARNING["the_published_shape"]
     tensors, _ = inputs(case)
-    keys = torch.arange(case.batch, device="cuda")
-    selection = random_selection(case.batch, case.sequence, case.proxies, top_k_blocks=4, keys=keys)
-    if kind == "window":
-        selection = window_selection(case.batch, case.sequence, top_k_blocks=4, device="cuda")
-    elif kind == "rows_without_blocks":
-        selection.blocks[:, 1, 100:400] = -1
-    elif kind == "only_earlier_blocks":
-        own = torch.arange(case.sequence, device="cuda", dtype=torch.int32)[:, None] // 128
-        blocks = selection.blocks.masked_fill(selection.blocks == own, 99).sort(-1).values
-        selection = selection._replace(blocks=blocks.masked_fill(blocks < 0, 99).sort(-1).values)
-        selection.blocks[selection.blocks == 99] = -1
-    elif kind == "nothing":
-        selection.blocks.fill_(-1)
-        assert not any(x.any() for x in gradients_of(cute, tensors[2:], selection, upstream_of(tensors[2])))
-        return
-    compare(kind, tensors[2:], selection)
+    compare(kind, tensors[2:], selection_of(kind, case))
+
+
+def test_a_selection_of_nothing_has_gradients_of_zero():
+    case = LEARNING["the_published_shape"]
+    tensors, _ = inputs(case)
+    found = gradients_of(cute, tensors[2:], selection_of("nothing", case), upstream_of(tensors[2]))
+    assert not any(x.any() for x in found)
 
 
 def test_a_sink_that_every_query_chooses_is_cut_into_tasks():
@@ -220,43 +169,16 @@ def test_a_packed_document_gets_what_it_gets_alone_whatever_its_neighbours_hold(
         assert torch.equal(c[:, 130:517], b)
 
 
-@pytest.mark.parametrize(
-    "name", ["the_published_shape", "documents", "several_windows", "k_beyond_the_blocks", "one_token", "fp16"]
-)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_every_element_is_written_whatever_memory_held_before(name: str, monkeypatch: pytest.MonkeyPatch):
-    case = CASES[name]
+    case = LEARNING[name]
     tensors, offsets = inputs(case)
     selection = chosen(case, tensors, offsets)
     upstream = upstream_of(tensors[2])
     plain = gradients_of(cute, tensors[2:], selection, upstream)
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else -7)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poison(monkeypatch)
     for ours, theirs in zip(gradients_of(cute, tensors[2:], selection, upstream), plain, strict=True):
         assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("windows", [False, True])
-def test_200_repeats_are_bitwise_equal_with_other_work_before(windows: bool, monkeypatch: pytest.MonkeyPatch):
-    if windows:
-        monkeypatch.setattr(gradients, "PART_BYTES", 2**25)
-        monkeypatch.setattr(gradients, "PART_SHARE", 0)
-    case = Case(sequence=4096, top_k_blocks=8)
-    tensors, offsets = inputs(case)
-    selection = chosen(case, tensors, offsets)
-    upstream = upstream_of(tensors[2])
-    noise = torch.randn(4096, 4096, device="cuda")
-    first = None
-    for i in range(200):
-        if i % 3:
-            noise = (noise @ noise).tanh()
-        now = gradients_of(cute, tensors[2:], selection, upstream)
-        first = first or now
-        assert [i for i, (a, b) in enumerate(zip(now, first, strict=True)) if not torch.equal(a, b)] == []
 
 
 def test_several_windows_change_nothing_but_roundings(monkeypatch: pytest.MonkeyPatch):
@@ -265,36 +187,24 @@ def test_several_windows_change_nothing_but_roundings(monkeypatch: pytest.Monkey
     selection = chosen(case, tensors, offsets)
     upstream = upstream_of(tensors[2])
     whole = gradients_of(cute, tensors[2:], selection, upstream)
-    monkeypatch.setattr(gradients, "PART_BYTES", 2**16)
-    monkeypatch.setattr(gradients, "PART_SHARE", 0)
-    cut = gradients_of(cute, tensors[2:], selection, upstream)
-    assert torch.equal(cut[0], whole[0])
-    for a, b in zip(cut[1:], whole[1:], strict=True):
+    cut(monkeypatch)
+    parts = gradients_of(cute, tensors[2:], selection, upstream)
+    assert torch.equal(parts[0], whole[0])
+    for a, b in zip(parts[1:], whole[1:], strict=True):
         assert error(a, b.double()) < 1e-3
 
 
 def test_a_backward_never_waits_for_the_device_and_a_new_shape_never_compiles():
-    from msa_kernels.cute import compile as compiling
-
-    for i, (batch, sequence) in enumerate([(1, 1024), (2, 700), (3, 1301)]):
-        case = Case(batch=batch, sequence=sequence)
-        tensors, offsets = inputs(case)
-        selection = chosen(case, tensors, offsets)
+    def run(tensors: list[torch.Tensor]) -> None:
         leaves = [tensor.requires_grad_() for tensor in tensors[2:]]
-        upstream = upstream_of(leaves[0])
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if i else "default")
-        try:
-            out, _ = cute.sparse_attention(*leaves, selection)
-            torch.autograd.backward(out, upstream)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        known = known if i else len(compiling._loaded)
-        assert len(compiling._loaded) == known
+        out, _ = cute.sparse_attention(*leaves, chosen(Case(), tensors, None))
+        torch.autograd.backward(out, upstream_of(leaves[0]))
+
+    never_waits_or_compiles(run)
 
 
 def test_strided_inputs_and_upstreams_give_what_contiguous_ones_give():
-    case = CASES["small_model"]
+    case = LEARNING["small_model"]
     tensors, offsets = inputs(case)
     selection = chosen(case, tensors, offsets)
     upstream = upstream_of(tensors[2])
@@ -311,7 +221,7 @@ def test_strided_inputs_and_upstreams_give_what_contiguous_ones_give():
 
 
 def test_only_what_is_asked_for_is_computed_and_the_lse_has_no_gradient():
-    case = CASES["small_model"]
+    case = LEARNING["small_model"]
     tensors, offsets = inputs(case)
     selection = chosen(case, tensors, offsets)
     q, k, v = tensors[2:]
@@ -325,7 +235,7 @@ def test_only_what_is_asked_for_is_computed_and_the_lse_has_no_gradient():
 
 
 def test_a_layer_compiles_into_one_graph_and_can_be_recomputed():
-    case = CASES["small_model"]
+    case = LEARNING["small_model"]
     tensors, _ = inputs(case)
     selection = chosen(case, tensors, None)
     upstream = upstream_of(tensors[2])
@@ -353,29 +263,6 @@ def test_blocks_of_64_keep_the_gradients_of_flex():
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_whole_model_has_the_gradients_of_flex(checkpointing: bool):
-    # The second layer's selection looks at nothing, so that both paths attend to the same blocks.
-    config = ModelConfig(
-        num_layers=2, d_model=256, num_query_heads=8, num_kv_heads=2, num_proxies=4, head_dim=64, proxy_dim=64,
-        top_k_blocks=3, attention=("msa", "random"),
-    )  # fmt: skip
-    tokens = torch.randint(257, (2, 1000), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
-    found = []
-    for backend in ("cute", "flex"):
-        model = Transformer(config, backend, activation_checkpointing=checkpointing).cuda().train()
-        with torch.autocast("cuda", torch.bfloat16):
-            logits, kl = model(tokens, with_kl=True)
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-        (loss + kl.sum()).backward()
-        found.append(
-            {name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach(), "kl": kl.detach()}
-        )
-    errors = {name: error(found[0][name], found[1][name].double()) for name in found[1]}
-    print("\n" + "\n".join(f"{name} {value:.1e}" for name, value in errors.items()))
-    assert max(errors.values()) < 2e-2
-
-
 def test_memory_and_launches_of_a_backward_at_16k_tokens():
     case = Case(sequence=16384, top_k_blocks=16)
     tensors, offsets = inputs(case)
@@ -387,15 +274,7 @@ def test_memory_and_launches_of_a_backward_at_16k_tokens():
         out, _ = cute.sparse_attention(*leaves, selection)
         torch.autograd.grad(out, leaves, upstream)
 
-    step()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize()
-    launches = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-    print(f"\n16384 tokens: {len(launches)} launches, {peak:.2f} GiB above the inputs")
-    assert len(launches) <= 32
-    assert peak <= 1.4
+    number, size = launches(step), peak(step)
+    print(f"\n16384 tokens: {number} launches, {size:.2f} GiB above the inputs")
+    assert number <= 24
+    assert size <= 1.4

@@ -1,39 +1,29 @@
-"""The Hopper kernels on a GPU: the proxies' KL and its gradients against the reference in fp64, for one selection.
-
-The measure is that of `test_cute_gpu.py`: relative L2, at most twice that of the reference in the same rounded inputs.
-"""
-
-import random
+"""The Hopper kernels on a GPU: the proxies' KL and its gradients against the reference in fp64, for one selection."""
 
 import pytest
 import torch
-from msa_kernels import flex, msa_attention, reference
-from msa_kernels.selection import Selection, random_selection, window_selection
-from test_cute_backward_gpu import CASES, chosen, error
-from test_cute_gpu import FLOAT_ERROR, Case, inputs
-
-if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
-
-from msa_kernels import cute
-from msa_kernels.cute import dense, gradients, ops
+from cute_cases import (
+    KINDS,
+    LEARNING,
+    WRITTEN,
+    Case,
+    chosen,
+    cut_if_named,
+    error,
+    inputs,
+    judge,
+    poison,
+    random_case,
+    repeat,
+    selection_of,
+)
+from msa_kernels import cute, flex, reference
+from msa_kernels.selection import Selection, random_selection
 
 
 @pytest.fixture(autouse=True)
 def small_windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One case, whatever the test, is cut into windows that are smaller than its rows."""
-    if "several_windows" in request.node.name:
-        monkeypatch.setattr(ops, "SCORE_BYTES", 2**16)
-        monkeypatch.setattr(ops, "PARTIAL_BYTES", 2**16)
-        monkeypatch.setattr(gradients, "PART_BYTES", 2**16)
-        monkeypatch.setattr(gradients, "PART_SHARE", 0)
-        monkeypatch.setattr(dense, "PART_BYTES", 2**22)
-
-
-@pytest.fixture(autouse=True)
-def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where they are not in use yet."""
-    monkeypatch.setattr(cute, "KL_BLOCK_SIZES", (128,))
+    cut_if_named(request, monkeypatch)
 
 
 Support = Selection | torch.Tensor | None
@@ -78,9 +68,7 @@ def compare(name: str, tensors: list[torch.Tensor], selection: Support) -> None:
         part: (size(a, t, scale), size(p, t, scale))
         for part, a, p, t, scale in zip(parts, ours, plain, truth, floors(*exact[:2]), strict=True)
     }
-    print(f"\n{name}: " + ", ".join(f"{part} {a:.1e} ({b:.1e})" for part, (a, b) in errors.items()))
-    wrong = {part: pair for part, pair in errors.items() if not pair[0] <= 2 * pair[1] + FLOAT_ERROR}
-    assert not wrong, f"error and the reference's: {wrong}"
+    judge(name, errors)
     with torch.no_grad():
         assert size(kl_of(cute, tensors, lse, selection), ours[0].double(), 1.0) < 1e-6
 
@@ -101,71 +89,40 @@ def floors(q_proxy: torch.Tensor, k_proxy: torch.Tensor) -> list[float]:
     return [q_proxy.shape[2] ** 0.5, size, size]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LEARNING)
 def test_value_and_gradients(name: str):
-    case = CASES[name]
+    case = LEARNING[name]
     tensors, offsets = inputs(case)
     compare(name, tensors, chosen(case, tensors, offsets))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LEARNING)
 def test_dense_value_and_gradients(name: str):
-    tensors, offsets = inputs(CASES[name])
+    tensors, offsets = inputs(LEARNING[name])
     compare(name, tensors, offsets)
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_value_and_gradients_of_random_shapes(seed: int):
-    rng = random.Random(seed)
-    kv_heads = rng.choice([1, 1, 2, 3, 4])
-    proxies = rng.choice([kv_heads, kv_heads, 2 * kv_heads, 4 * kv_heads, 1])
-    batch, sequence = rng.choice([1, 1, 2, 3]), rng.randint(1, 1400)
-    documents = None
-    if rng.random() < 0.6:
-        cuts = [rng.randint(0, batch * sequence) for _ in range(rng.choice([1, 5, 40]))]
-        documents = tuple(sorted([*cuts, *range(0, batch * sequence + 1, sequence)]))
-    case = Case(
-        dtype=rng.choice([torch.bfloat16, torch.float16]),
-        batch=batch,
-        sequence=sequence,
-        heads=max(proxies, kv_heads) * rng.choice([1, 2, 4, 8, 16]),
-        kv_heads=kv_heads,
-        proxies=proxies,
-        proxy_kv_heads=rng.choice([1, proxies]),
-        dim=rng.choice([64, 128]),
-        proxy_dim=rng.choice([64, 128]),
-        top_k_blocks=rng.choice([1, 2, 3, 5, 8, 16, 31]),
-        local=rng.choice([0, 1]),
-        documents=documents,
-    )
+    case = random_case(seed)
     tensors, offsets = inputs(case, seed)
     print(f"\n{case}")
     compare(str(seed), tensors, chosen(case, tensors, offsets))
     compare(f"{seed}, dense", tensors, offsets)
 
 
-@pytest.mark.parametrize("kind", ["random", "window", "rows_without_blocks", "only_earlier_blocks", "nothing"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_any_selection_has_a_kl(kind: str):
-    case = CASES["the_published_shape"]
+    case = LEARNING["the_published_shape"]
     tensors, _ = inputs(case)
-    keys = torch.arange(case.batch, device="cuda")
-    selection = random_selection(case.batch, case.sequence, case.proxies, top_k_blocks=4, keys=keys)
-    if kind == "window":  # one selection that all proxies share
-        selection = window_selection(case.batch, case.sequence, top_k_blocks=4, device="cuda")
-    elif kind == "rows_without_blocks":
-        selection.blocks[:, 1, 100:400] = -1
-    elif kind == "only_earlier_blocks":
-        own = torch.arange(case.sequence, device="cuda", dtype=torch.int32)[:, None] // 128
-        blocks = selection.blocks.masked_fill(selection.blocks == own, 99).sort(-1).values
-        selection = selection._replace(blocks=blocks.masked_fill(blocks < 0, 99).sort(-1).values)
-        selection.blocks[selection.blocks == 99] = -1
-    elif kind == "nothing":
-        selection.blocks.fill_(-1)
-        with torch.no_grad():
-            _, lse = cute.sparse_attention(*tensors[2:], selection)
-        assert not any(x.any() for x in results(cute, tensors, lse, selection))
-        return
-    compare(kind, tensors, selection)
+    compare(kind, tensors, selection_of(kind, case))
+
+
+def test_a_selection_of_nothing_has_a_kl_of_zero():
+    case = LEARNING["the_published_shape"]
+    tensors, _ = inputs(case)
+    selection = selection_of("nothing", case)
+    assert not any(x.any() for x in results(cute, tensors, lse_of(cute, tensors, selection), selection))
 
 
 def test_selections_that_several_proxies_share():
@@ -241,47 +198,26 @@ def test_a_packed_document_gets_what_it_gets_alone_whatever_its_neighbours_hold(
 
 
 @pytest.mark.parametrize("support", ["sparse", "dense"])
-@pytest.mark.parametrize(
-    "name", ["the_published_shape", "documents", "several_windows", "k_beyond_the_blocks", "one_token", "fp16"]
-)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_every_element_is_written_whatever_memory_held_before(name: str, support: str, monkeypatch: pytest.MonkeyPatch):
-    case = CASES[name]
+    case = LEARNING[name]
     tensors, offsets = inputs(case)
     selection = chosen(case, tensors, offsets) if support == "sparse" else offsets
     lse = lse_of(cute, tensors, selection)
     plain = results(cute, tensors, lse, selection)
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else -7)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poison(monkeypatch)
     for ours, theirs in zip(results(cute, tensors, lse, selection), plain, strict=True):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", ["sparse", "windows", "dense"])
-def test_200_repeats_are_bitwise_equal_with_other_work_before(kind: str, monkeypatch: pytest.MonkeyPatch):
-    if kind == "windows":
-        monkeypatch.setattr(gradients, "PART_BYTES", 2**24)
-        monkeypatch.setattr(gradients, "PART_SHARE", 0)
-    case = Case(sequence=4096, top_k_blocks=8)
-    tensors, offsets = inputs(case)
-    selection = offsets if kind == "dense" else chosen(case, tensors, offsets)
-    lse = lse_of(cute, tensors, selection)
-    noise = torch.randn(4096, 4096, device="cuda")
-    first = None
-    for i in range(200):
-        if i % 3:
-            noise = (noise @ noise).tanh()
-        now = results(cute, tensors, lse, selection)
-        first = first or now
-        assert [i for i, (a, b) in enumerate(zip(now, first, strict=True)) if not torch.equal(a, b)] == []
+def test_200_repeats_of_the_dense_kl_are_bitwise_equal_with_other_work_before():
+    tensors, offsets = inputs(Case(sequence=4096))
+    lse = lse_of(cute, tensors, offsets)
+    repeat(200, lambda: results(cute, tensors, lse, offsets))
 
 
 def test_gradients_are_linear_in_each_proxys_upstream_scalar():
-    case = CASES["two_proxies_over_four_key_heads"]
+    case = LEARNING["two_proxies_over_four_key_heads"]
     tensors, offsets = inputs(case)
     selection = chosen(case, tensors, offsets)
     q_proxy, k_proxy, q, k, v = (x.requires_grad_() for x in tensors)
@@ -301,80 +237,6 @@ def test_gradients_are_linear_in_each_proxys_upstream_scalar():
     assert not h.any()
 
 
-def test_absent_gradients_cost_nothing():
-    case = CASES["small_model"]
-    tensors, offsets = inputs(case)
-    selection = chosen(case, tensors, offsets)
-    q_proxy, k_proxy, q, k, v = (x.requires_grad_() for x in tensors)
-
-    def launches(run) -> int:
-        run()
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            run()
-            torch.cuda.synchronize()
-        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
-
-    def step():
-        return msa_attention(q_proxy, k_proxy, q, k, v, selection=selection, backend="cute")
-
-    def backward(with_out: bool, with_kl: bool):
-        found = step()
-        loss = (found.out.float().sum() if with_out else 0) + (found.kl.sum() if with_kl else 0)
-        return torch.autograd.grad(loss, (q_proxy, k_proxy, q, k, v), allow_unused=True)
-
-    assert [x is None for x in backward(True, False)] == [True, True, False, False, False]
-    assert [x is None for x in backward(False, True)] == [False, False, True, True, True]
-    both, one, other = (launches(lambda w=w: backward(*w)) for w in ((True, True), (True, False), (False, True)))
-    assert one < both
-    assert other < one
-    lse = step().out.float().sum(-1)
-    with_gradients = launches(lambda: cute.proxy_kl(q_proxy, k_proxy, q, k, lse, selection))
-    plain = launches(lambda: cute.proxy_kl(*(x.detach() for x in tensors[:4]), lse, selection))
-    assert plain < with_gradients
-
-
-def test_a_step_never_waits_for_the_device_and_a_new_shape_never_compiles():
-    from msa_kernels.cute import compile as compiling
-
-    for i, (batch, sequence) in enumerate([(1, 1024), (2, 700), (3, 1301)]):
-        tensors, _ = inputs(Case(batch=batch, sequence=sequence))
-        leaves = [tensor.requires_grad_() for tensor in tensors]
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if i else "default")
-        try:
-            step = msa_attention(*leaves, top_k_blocks=4, backend="cute")
-            (step.out.float().square().sum() + step.kl.sum()).backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        known = known if i else len(compiling._loaded)
-        assert len(compiling._loaded) == known
-
-
-def test_a_step_compiles_into_one_graph_and_can_be_recomputed():
-    case = CASES["small_model"]
-    tensors, _ = inputs(case)
-
-    def step(q_proxy, k_proxy, q, k, v):
-        selection = cute.select_blocks(q_proxy, k_proxy, top_k_blocks=4)
-        out, lse = cute.sparse_attention(q, k, v, selection)
-        return out, cute.proxy_kl(q_proxy, k_proxy, q, k, lse, selection)
-
-    def recomputed(*given):
-        return torch.utils.checkpoint.checkpoint(step, *given, use_reentrant=False)
-
-    def run(function) -> list[torch.Tensor]:
-        leaves = [x.detach().clone().requires_grad_() for x in tensors]
-        out, kl = function(*leaves)
-        weights = torch.arange(1.0, len(kl) + 1, device="cuda")
-        return [out, kl, *torch.autograd.grad((out, kl), leaves, (torch.ones_like(out), weights))]
-
-    plain = run(step)
-    for function in (torch.compile(step, fullgraph=True), recomputed):
-        for ours, theirs in zip(run(function), plain, strict=True):
-            assert torch.equal(ours, theirs)
-
-
 def test_blocks_of_64_keep_the_kl_of_flex():
     case = Case(batch=2, sequence=777, block_size=64, top_k_blocks=6)
     tensors, offsets = inputs(case)
@@ -384,26 +246,3 @@ def test_blocks_of_64_keep_the_kl_of_flex():
     found = [results(path, tensors, lse, selection) for path in (cute, flex)]
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_memory_and_launches_of_a_training_step_at_16k_tokens():
-    tensors, _ = inputs(Case(sequence=16384))
-    leaves = [x.requires_grad_() for x in tensors]
-    upstream = torch.randn_like(leaves[2])
-
-    def step() -> None:
-        found = msa_attention(*leaves, top_k_blocks=16, backend="cute")
-        torch.autograd.grad((found.out, found.kl), leaves, (upstream, torch.ones_like(found.kl)))
-
-    step()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize()
-    launches = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-    print(f"\n16384 tokens: {len(launches)} launches, {peak:.2f} GiB above the inputs")
-    assert len(launches) <= 64
-    assert peak <= 1.4

@@ -57,7 +57,7 @@ def _ReverseIndex(kernel, blocks, first, starts, counts, offsets, edges, tasks, 
             task_ptr[row // (size * proxies) + 1 :] = task
 
 
-def _Slots(kernel, blocks, first, starts, own_slot, counts):  # noqa: N802
+def _Slots(kernel, blocks, first, starts, own_slot, counts, queries):  # noqa: N802
     sequence = blocks.shape[2]
     for token in range(len(first)):
         _, own = _own(first, starts, token, kernel.block_size)
@@ -65,6 +65,7 @@ def _Slots(kernel, blocks, first, starts, own_slot, counts):  # noqa: N802
         earlier, chosen = ((ids >= 0) & (ids < own)).sum(-1).int(), (ids == own).any(-1)
         own_slot[token // sequence, :, token % sequence] = torch.where(chosen, earlier, -1)
         counts[token // sequence, :, token % sequence] = earlier + chosen
+        queries += (earlier + chosen > 0).int()
 
 
 def _Deltas(kernel, out, upstream, delta):  # noqa: N802
@@ -194,7 +195,7 @@ def _ProxyKL(  # noqa: N802
             dq_parts[[((t - begin) * units + proxy) * slots + slot for t, slot in queries]] = difference @ keys
 
 
-def _SumQueries(kernel, parts, counts, factors, gradients, scale, begin, end, slots):  # noqa: N802
+def _SumQueries(kernel, parts, counts, queries, gradients, scale, begin, end, slots):  # noqa: N802
     sequence, sharing = counts.shape[2], kernel.units // kernel.num_selections
     lines = parts[: (end - begin) * kernel.units * slots * kernel.group]
     lines = lines.view(end - begin, kernel.units, slots, kernel.group, kernel.dim)
@@ -202,12 +203,12 @@ def _SumQueries(kernel, parts, counts, factors, gradients, scale, begin, end, sl
         for unit in range(kernel.units):
             count = int(counts[token // sequence, unit // sharing, token % sequence])
             total = lines[token - begin, unit, :count].float().sum(0) * scale
-            total = total * (1 if factors is None else factors[unit])
+            total = total / (queries[unit // sharing].clamp(min=1) if kernel.mean else 1)
             gradients[token, unit * kernel.group : (unit + 1) * kernel.group] = total
 
 
 def _SumKeys(  # noqa: N802
-    kernel, parts, more_parts, tasks, task_ptr, first, starts, ends, factors, kept, more_kept, gradients,
+    kernel, parts, more_parts, tasks, task_ptr, first, starts, ends, queries, kept, more_kept, gradients,
     more_gradients, scale, window, begin, end,
 ):  # fmt: skip
     sharing, oldest = kernel.sharing, int(task_ptr[window])
@@ -230,23 +231,26 @@ def _SumKeys(  # noqa: N802
             for i, (source, earlier, target) in enumerate(both):
                 total = source[found, : stop - start].sum(0) + (0 if start >= begin else earlier[start:stop, head])
                 if end == len(first):
-                    factor = (scale if i == 0 else 1) * (1 if factors is None else factors[head])
-                    target[start:stop, head] = total * factor
+                    number = queries[head * kernel.members // sharing].clamp(min=1) if kernel.mean else 1
+                    target[start:stop, head] = total * (scale if i == 0 else 1) / number
                 else:
                     earlier[start:stop, head] = total
 
 
-def _SumValues(kernel, parts, tasks, task_ptr, first, starts, ends, values, window, begin, end):  # noqa: N802
+def _SumValues(kernel, parts, tasks, task_ptr, first, starts, ends, queries, value, window, begin, end):  # noqa: N802
     sharing, oldest = kernel.num_proxies // kernel.num_selections, int(task_ptr[window])
-    values[window] = 0
+    if begin == 0:
+        value.zero_()
     for t in range(oldest, int(task_ptr[window + 1])):
         for i in range(sharing):
-            values[window, int(tasks[t, 1]) * sharing + i] += parts[(t - oldest) * sharing + i]
+            value[int(tasks[t, 1]) * sharing + i] += parts[(t - oldest) * sharing + i]
     remote = (int(task_ptr[window + 1]) - oldest) * sharing
     low = sum(_own(first, starts, begin, kernel.block_size))
     for block in range(low, sum(_own(first, starts, end - 1, kernel.block_size)) + 1):
         if max(int(starts[block]), begin) < min(int(ends[block]), end):
-            values[window] += parts[remote + (block - low) * kernel.num_proxies :][: kernel.num_proxies]
+            value += parts[remote + (block - low) * kernel.num_proxies :][: kernel.num_proxies]
+    if end == len(first):
+        value /= queries.clamp(min=1).repeat_interleave(sharing)
 
 
 def _Scale(kernel, gradients, upstream, result):  # noqa: N802

@@ -3,7 +3,6 @@
 Everything runs in processes of its own: the target must be set before the CuTe DSL is imported.
 """
 
-import ast
 import importlib.util
 import os
 import subprocess
@@ -12,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from msa_kernels.cute import check
 from msa_kernels.cute import compile as compiling
 
 HERE = Path(__file__).parent
-SOURCES = sorted(Path(compiling.__file__).parent.glob("*.py"))
 PRELUDE = """
 import sys
 from pathlib import Path
@@ -260,73 +257,3 @@ def test_what_is_kept_is_described_and_where(alone, monkeypatch):
 def test_asking_for_the_cache_does_not_import_the_compiler(tmp_path):
     code = "from msa_kernels.cute import check, compile; compile.describe(); import sys; print(*sys.modules)"
     assert "cutlass" not in finish(start(code, tmp_path)).split()
-
-
-@needs_compiler
-def test_the_check_finds_local_memory_serialised_products_and_missing_ones(tmp_path):
-    run(
-        """
-def look(kernel, tensor_cores=False):
-    first, again = check.examine(kernel), check.examine(kernel)
-    assert first == again
-    print("\\n".join(check.table(first, tensor_cores)))
-    return first, first.faults(tensor_cores)
-
-found, faults = look(Product(broken=False), True)
-(function,) = found.functions
-assert faults == [] and function.wgmma == 4 and function.shared == 16384 and function.name == "kernel"
-assert 48 <= function.registers <= 128 and function.local == 0
-
-found, faults = look(Product(broken=True), True)
-assert any("C75" in fault and "serialized" in fault for fault in faults)
-
-found, faults = look(Crowded(8))
-crowd, turn = found.functions
-assert faults == [] and (crowd.name, turn.name) == ("crowd", "turn")
-assert (crowd.shared, turn.shared) == (0, None)
-
-found, faults = look(Crowded(200))
-(fault,) = faults
-assert found.functions[0].local > 500 and fault.startswith("crowd: ") and "local memory" in fault
-assert found.functions[0].registers == 64
-
-assert look(Scale(3))[1] == [] and look(Scale(3), True)[1] == ["no wgmma instruction"]
-assert len(list(compiling.folder().glob("*.json"))) == 5
-# What an earlier check wrote is read, unless it is torn.
-check._compile = lambda kernel: "compiled"
-assert check.examine(Scale(3)).functions[0].name == "kernel"
-for path in compiling.folder().glob("Scale*"):
-    path.write_text(path.read_text()[:50])
-original, check.asdict = check.asdict, lambda finding: finding
-assert check.examine(Scale(3)) == "compiled"
-""",
-        tmp_path,
-    )
-
-
-def test_every_module_with_kernels_is_checked():
-    def has_kernels(path: Path) -> bool:
-        return any(ast.unparse(node) == "cute.kernel" for node in ast.walk(ast.parse(path.read_text())))
-
-    assert sorted(path.stem for path in SOURCES if has_kernels(path)) == sorted(check.MODULES)
-
-
-@needs_compiler
-def test_one_variant_of_every_kernel_compiles_for_hopper_without_a_gpu(tmp_path):
-    command = "import sys; from msa_kernels.cute import check; sys.argv[1:] = ['--first', '--jobs', '1']; check.main()"
-    said = run(f"if __name__ == '__main__':\n    {command}", tmp_path)
-    assert said.splitlines()[-1] == f"{len(check.MODULES)} kernels, 0 faults", said
-
-
-@needs_compiler
-def test_variants_are_different_plain_values(tmp_path):
-    run(
-        """
-import pickle
-for module, kernels in check.variants().items():
-    assert len(set(kernels)) == len(kernels) > 0, module
-    assert pickle.loads(pickle.dumps(kernels)) == kernels
-    assert not [kernel for kernel in kernels if " at 0x" in repr(kernel)]
-""",
-        tmp_path,
-    )

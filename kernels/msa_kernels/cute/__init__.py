@@ -9,11 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from msa_kernels import checks, flex
-from msa_kernels.cute import ops
+from msa_kernels.cute import ops, windows
 from msa_kernels.flex import block_scores, dense_attention
 from msa_kernels.selection import Selection
 
 __all__ = [
+    "attention_and_kl",
     "block_scores",
     "dense_attention",
     "dense_proxy_kl",
@@ -62,16 +63,45 @@ def sparse_attention(
     checks.selection(*selection, q, k.shape[2])
     _supported("top_k_blocks", selection.blocks.shape[3], range(1, MOST_SLOTS + 1))
     _supported("the dim of v, as that of q,", v.shape[3], (q.shape[3],))
-    carrier, main = None, (q, k, v)
-    own = selection.block_size in GRADIENT_BLOCK_SIZES
-    if not own and torch.is_grad_enabled() and any(x.requires_grad for x in main):
+    blocks, offsets = _for_groups(selection.blocks, q.shape[2], k.shape[2]), _on_device(selection.cu_seqlens, q)
+    if not _learns(q, k, v):
+        return ops.sparse_attention(q, k, v, blocks, offsets, selection.block_size, None)
+    if selection.block_size not in GRADIENT_BLOCK_SIZES:
         # Its gradient is that of the same function; its value is not used.
         carrier, _ = flex.sparse_attention(q, k, v, selection)
         main = q.detach(), k.detach(), v.detach()
-    offsets = _on_device(selection.cu_seqlens, q)
-    blocks = _for_groups(selection.blocks, q.shape[2], k.shape[2])
-    out, lse = ops.sparse_attention(*main, blocks, offsets, selection.block_size, carrier)
+        out, lse = ops.sparse_attention(*main, blocks, offsets, selection.block_size, carrier)
+    else:
+        out, lse, _ = _step(None, None, q, k, v, blocks, offsets, selection.block_size)
     return out, lse.detach()
+
+
+def attention_and_kl(
+    q_proxy: Float[Tensor, "batch sequence proxy proxy_dim"],
+    k_proxy: Float[Tensor, "batch sequence proxy_kv_head proxy_dim"],
+    q: Float[Tensor, "batch sequence head dim"],
+    k: Float[Tensor, "batch sequence kv_head dim"],
+    v: Float[Tensor, "batch sequence kv_head dim"],
+    selection: Selection,
+) -> tuple[Float[Tensor, "batch sequence head dim"], Float[Tensor, "proxy"]]:
+    """The output of `sparse_attention` and the value of `proxy_kl`, which share what both need of the selection."""
+
+    def apart() -> tuple[Tensor, Tensor]:
+        out, lse = sparse_attention(q, k, v, selection)
+        return out, proxy_kl(q_proxy, k_proxy, q, k, lse, selection)
+
+    if by_flex(selection.block_size):
+        return apart()
+    checks.main_branch(q, k, v)
+    _supported("the dim of v, as that of q,", v.shape[3], (q.shape[3],))
+    _kl_supported(q_proxy, k_proxy, q, k, selection)
+    blocks = selection.blocks
+    lists = _for_groups(blocks, q.shape[2], k.shape[2]), _for_proxies(blocks, q_proxy.shape[2], k_proxy.shape[2])
+    if any(x is not blocks for x in lists):
+        return apart()
+    offsets = _on_device(selection.cu_seqlens, q)
+    out, _, kl = _step(q_proxy, k_proxy, q, k, v, blocks, offsets, selection.block_size)
+    return out, kl
 
 
 def proxy_kl(
@@ -85,16 +115,9 @@ def proxy_kl(
     """As `msa_kernels.reference.proxy_kl`; the gradients are made in the forward pass, together with the value."""
     if selection.block_size not in KL_BLOCK_SIZES:
         return flex.proxy_kl(q_proxy, k_proxy, q, k, lse, selection)
-    checks.both_branches(q_proxy, k_proxy, q, k)
-    checks.selection(*selection, q, k.shape[2])
+    _kl_supported(q_proxy, k_proxy, q, k, selection)
     checks.lse(lse, q)
-    num_proxies, selected = q_proxy.shape[2], selection.blocks.shape[1]
-    checks.shared_selection(selected, num_proxies)
-    _teacher_supported(q, k, num_proxies)
-    _supported("top_k_blocks", selection.blocks.shape[3], range(1, MOST_SLOTS + 1))
-    blocks, keys = selection.blocks, k_proxy.shape[2]
-    if (selected % keys and keys % selected) or num_proxies // max(selected, keys) not in GROUPS:
-        blocks = blocks.repeat_interleave(num_proxies // selected, 1)
+    blocks = _for_proxies(selection.blocks, q_proxy.shape[2], k_proxy.shape[2])
     given = q_proxy, k_proxy, q.detach(), k.detach(), lse.detach(), blocks, _on_device(selection.cu_seqlens, q)
     return ops.proxy_kl(*given, selection.block_size, _learns(q_proxy, k_proxy))[0]
 
@@ -163,8 +186,45 @@ def _for_groups(blocks: Tensor, heads: int, kv_heads: int) -> Tensor:
     return blocks if served == group else blocks.repeat_interleave(heads // served // selections, 1)
 
 
-def _learns(q_proxy: Tensor, k_proxy: Tensor) -> bool:
-    return torch.is_grad_enabled() and (q_proxy.requires_grad or k_proxy.requires_grad)
+def _for_proxies(blocks: Tensor, proxies: int, keys: int) -> Tensor:
+    """The same for proxies as heads of an attention: they share a list, or keys, only in ways that it takes."""
+    selected = blocks.shape[1]
+    if (selected % keys and keys % selected) or proxies // max(selected, keys) not in GROUPS:
+        return blocks.repeat_interleave(proxies // selected, 1)
+    return blocks
+
+
+def _step(
+    q_proxy: Tensor | None,
+    k_proxy: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    offsets: Tensor | None,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp and KL, in windows for what learns."""
+    main_learns = _learns(q, k, v)
+    proxies_learn = q_proxy is not None and k_proxy is not None and _learns(q_proxy, k_proxy)
+    size = windows.sizes(blocks, offsets, block_size)
+    window = windows.step_window(size, q, k.shape[2], q_proxy, main_learns=main_learns, proxies_learn=proxies_learn)
+    given = q_proxy, k_proxy, q, k, v, blocks, offsets, block_size, window, proxies_learn
+    out, lse, kl = ops.attention_and_kl(*given)[:3]
+    # An operation's outputs all have a gradient if one has: what comes after a frozen output would be differentiated.
+    return out if main_learns else out.detach(), lse, kl if proxies_learn else kl.detach()
+
+
+def _learns(*inputs: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+
+def _kl_supported(q_proxy: Tensor, k_proxy: Tensor, q: Tensor, k: Tensor, selection: Selection) -> None:
+    checks.both_branches(q_proxy, k_proxy, q, k)
+    checks.selection(*selection, q, k.shape[2])
+    checks.shared_selection(selection.blocks.shape[1], q_proxy.shape[2])
+    _teacher_supported(q, k, q_proxy.shape[2])
+    _supported("top_k_blocks", selection.blocks.shape[3], range(1, MOST_SLOTS + 1))
 
 
 def _teacher_supported(q: Tensor, k: Tensor, num_proxies: int) -> None:

@@ -79,8 +79,8 @@ def room(problem: Problem, tokens: int) -> Partial:
     return Partial(out, torch.empty(lines, dtype=torch.float32, device=problem.q.device))
 
 
-def attend(problem: Problem, index: Index, partial: Partial, window: Window) -> None:
-    """Write the results of a window's blocks.
+def attend(problem: Problem, index: Index, partial: Partial, window: Window, windows: int = 1) -> None:
+    """Write the results of a window's blocks; `window` may be a span of so many `windows` of the index.
 
     `index` is that of `index.build`, whose tasks of this window are drawn: `merge.merge` must follow, which makes them
     ready again.
@@ -88,7 +88,7 @@ def attend(problem: Problem, index: Index, partial: Partial, window: Window) -> 
     q, k, v, blocks = problem[:4]
     kernel = Attend(*problem.facts, v is not None)
     edges, tasks, task_ptr, claims = index
-    numbers = window.number, window.begin, blocks.shape[3], hopper.processors(q.device)
+    numbers = window.number, window.number + windows - 1, window.begin, blocks.shape[3], hopper.processors(q.device)
     load(kernel)(q, k, v, edges, tasks, task_ptr, claims, problem.starts, *partial, *numbers)
 
 
@@ -126,7 +126,7 @@ class Attend(Heads):
     with_values: bool = True
 
     def fakes(self) -> tuple:
-        """q, k, v, edges, tasks, task_ptr, claims, starts, partial, lse, window, begin, slots, thread blocks."""
+        """q, k, v, edges, tasks, task_ptr, claims, starts, partial, lse, and numbers in the order of `__call__`."""
         dtype, tokens = hopper.DTYPES[self.dtype], cute.sym_int()
         keys = hopper.fake(dtype, (tokens, self.num_kv_heads, self.dim))
         return (
@@ -140,10 +140,7 @@ class Attend(Heads):
             hopper.fake(Int32, (cute.sym_int(),)),
             hopper.fake(dtype, (cute.sym_int64(), self.dim)) if self.with_values else None,
             hopper.fake(Float32, (cute.sym_int64(),)),
-            Int32(0),
-            Int32(0),
-            Int32(0),
-            Int32(0),
+            *(Int32(0) for _ in range(5)),
             hopper.fake_stream(),
         )
 
@@ -161,6 +158,7 @@ class Attend(Heads):
         partial: cute.Tensor | None,
         lse: cute.Tensor,
         window: Int32,
+        last_window: Int32,
         begin: Int32,
         slots: Int32,
         blocks: Int32,
@@ -186,7 +184,7 @@ class Attend(Heads):
             (t_q, t_k, t_v),
             (edges, tasks, task_ptr, claims, starts),
             (partial, lse),
-            (window, begin, slots),
+            (window, last_window, begin, slots),
             (hopper.product_of(dtype, self.block_size), hopper.weighted_sum_of(dtype, self.dim)),
             (layout_q, layout_k),
         ).launch(grid=(blocks, 1, 1), block=(3 * hopper.WARPGROUP, 1, 1), stream=stream, min_blocks_per_mp=1)
@@ -229,12 +227,12 @@ class Attend(Heads):
         if warp >= 8:
             cute.arch.setmaxregister_decrease(hopper.PRODUCER_REGISTERS)
             if warp == 10:
-                self.draw(loads, sources, index, s_k, s_v, key_bars, info, numbers[0])
+                self.draw(loads, sources, index, s_k, s_v, key_bars, info, numbers[:2])
             elif warp < 10:
                 self.gather(loads[0], sources[0], index[0], s_q, bars, key_bars, info, warp - 8)
         else:
             cute.arch.setmaxregister_increase(hopper.CONSUMER_REGISTERS)
-            self.compute(index[0], results, numbers[1:], products, (s_q, s_k, s_v), bars, key_bars, info, thread)
+            self.compute(index[0], results, numbers[2:], products, (s_q, s_k, s_v), bars, key_bars, info, thread)
 
     @cute.jit
     def draw(
@@ -246,14 +244,15 @@ class Attend(Heads):
         s_v: cute.Tensor,
         bars: cute.Pointer,
         info: cute.Pointer,
-        window: Int32,
+        windows: tuple,
     ):
         """One warp: draw tasks until none is left; announce each, and load its keys and values."""
+        window, last = windows
         _, tasks, task_ptr, claims, starts = index
         lane = cute.arch.lane_idx()
         first = task_ptr[window]
         sharing = self.units // self.num_selections
-        total = (task_ptr[window + 1] - first) * sharing
+        total = (task_ptr[last + 1] - first) * sharing
         shape = (self.block_size, self.dim)
         n, more = Int32(0), Int32(1)
         while more > 0:
@@ -309,11 +308,9 @@ class Attend(Heads):
         lane = cute.arch.lane_idx()
         half = self.queries // 2
         size = hopper.ROWS * self.dim
-        boxes = cute.flat_divide(s_q, (self.group, 64))
-        rows = cute.local_tile(source, (self.group, 64), (None, None))
-        to, what = cpasync.tma_partition(
-            load, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(rows, 0, 2)
-        )
+        boxes = cute.group_modes(cute.flat_divide(s_q, (self.group, 64)), 0, 2)
+        rows = cute.group_modes(cute.local_tile(source, (self.group, 64), (None, None)), 0, 2)
+        to, what = cpasync.tma_partition(load, 0, cute.make_layout(1), boxes, rows)
         n, base, count = Int32(0), Int32(0), Int32(1)
         while count > 0:
             key_stage, key_phase = hopper.place(n, KEY_STAGES)
@@ -336,14 +333,9 @@ class Attend(Heads):
                     cute.arch.mbarrier_arrive_and_expect_tx(bars + stage, size)
                 for i in cutlass.range_constexpr(half):
                     held = cute.arch.shuffle_sync(edge, (j & (self.group - 1)) * half + i)
-                    query = cute.arch.make_warp_uniform(held >> SLOT_BITS)
+                    box, row = which * half + i, cute.arch.make_warp_uniform(held >> SLOT_BITS) * self.units + unit
                     for h in cutlass.range_constexpr(self.dim // 64):
-                        cute.copy(
-                            load,
-                            what[None, query * self.units + unit, h],
-                            to[None, which * half + i, h, stage],
-                            tma_bar_ptr=bars + stage,
-                        )
+                        cute.copy(load, what[None, row, h], to[None, box, h, stage], tma_bar_ptr=bars + stage)
             cute.arch.sync_warp()
             if count > 0:
                 with cute.arch.elect_one():
@@ -435,9 +427,7 @@ class Attend(Heads):
             self.score(mma, scores, a, keys[0], base + later, bars)
             if cutlass.const_expr(self.with_values):
                 hopper.multiply(mma_values, out, weights, keys[1])
-                warpgroup.wait_group(1)
-            else:
-                warpgroup.wait_group(0)
+            warpgroup.wait_group(int(self.with_values))
             self.release(bars, base + later)
             next_inverse = inverse
             # Always so, which the compiler cannot know: without a branch it would end the weighted sum first.

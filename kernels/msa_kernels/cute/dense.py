@@ -13,10 +13,11 @@ from torch import Tensor
 from msa_kernels.cute import hopper
 from msa_kernels.cute.attend import Problem, Window
 from msa_kernels.cute.compile import load
-from msa_kernels.cute.gradients import Rows, sum_keys, sum_queries, sum_values
+from msa_kernels.cute.gradients import sum_keys, sum_queries, sum_values
 from msa_kernels.cute.index import Index
 from msa_kernels.cute.kl import BLOCK, PART_SCALE, ProxyKL
 from msa_kernels.cute.layout import make_layout
+from msa_kernels.cute.work import Rows
 from msa_kernels.documents import num_blocks
 
 PART_BYTES = 2**29
@@ -51,7 +52,7 @@ def dense_divergence(
             dq_parts = q_proxy.new_empty(min(size, total) * num_proxies * slots, dim)
             dk_parts = value_parts.new_zeros(len(value_parts), BLOCK, dim)
             dq, dk = (torch.empty(q_proxy.shape, dtype=torch.float32, device=q.device) for _ in "qk")
-        rows, inverse = _rows(problem, batch), value_parts.new_full((num_proxies,), 1 / total)
+        rows, value = _rows(problem, batch), torch.empty(num_proxies, dtype=torch.float32, device=q.device)
         facts = *problem.facts[:2], *problem.facts[3:], dim, num_proxies, k_proxy.shape[2]
         kernel = load(ProxyKL(*facts, with_gradients=with_gradients, dense=True))
         for begin in range(0, total, size):
@@ -61,13 +62,13 @@ def dense_divergence(
             kernel(*given, dq_parts, dk_parts, value_parts, *window, slots, hopper.processors(q.device))
             if dq_parts is not None:
                 scale, result = dim**-0.5 / PART_SCALE[problem.facts[0]], dq.flatten(0, 1)
-                sum_queries(dq_parts, rows, slots, window, result, num_proxies, scale, inverse, eights=True)
-        whole, values = Window(0, 0, total), value_parts.new_empty(1, num_proxies)
-        sum_values(problem, index, whole, value_parts, values)
+                sum_queries(dq_parts, rows, slots, window, result, num_proxies, scale, mean=True, eights=True)
+        whole = Window(0, 0, total)
+        sum_values(problem, index, whole, value_parts, rows, value)
         if dk_parts is not None:
             result = (dk.flatten(0, 1),)
-            sum_keys(problem, index, whole, num_proxies, (dk_parts,), result, result, dim**-0.5, inverse)
-    return values[0] * inverse, dq, dk
+            sum_keys(problem, index, whole, num_proxies, (dk_parts,), result, result, dim**-0.5, rows.queries)
+    return value, dq, dk
 
 
 def _everything(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[Problem, Index]:
@@ -94,4 +95,4 @@ def _rows(problem: Problem, batch: int) -> Rows:
     token = torch.arange(len(problem.first), dtype=torch.int32, device=problem.first.device)
     own = (token - problem.starts[problem.first.long()]) // BLOCK
     own = own.view(batch, 1, -1)
-    return Rows(own, own + 1)
+    return Rows(own, own + 1, torch.full_like(own[0, 0, :1], len(token)))

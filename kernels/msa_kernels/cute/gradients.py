@@ -1,12 +1,7 @@
 """The gradients of sparse attention, and the proxies' KL with its own, window of queries after window.
 
-Kernels write parts, sums add them (`sums.py`). What memory the parts take is bounded by windows: per query its slots,
-and per item of work a block of keys' gradients in fp32. A window's number of items is not known to the host, which
-does not wait for the device; it has room for as many as there can be. Each query's own block and earlier ones are all
-that it reads, so that a remote block is a whole one: there are no more of them than blocks of tokens.
+Kernels write parts, sums add them (`sums.py`); windows bound what memory the parts take (`windows.py`).
 """
-
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -15,73 +10,12 @@ from jaxtyping import Int32 as Ids
 from torch import Tensor
 
 from msa_kernels.cute import sums
-from msa_kernels.cute.attend import Problem, Window, attend, room
+from msa_kernels.cute.attend import Problem, Window
 from msa_kernels.cute.backward import backward
 from msa_kernels.cute.compile import load
-from msa_kernels.cute.index import TASK, TILE, Index, build
+from msa_kernels.cute.index import Index
 from msa_kernels.cute.kl import PART_SCALE, proxy_kl
-from msa_kernels.cute.layout import make_layout
-from msa_kernels.cute.merge import merge
-
-PART_BYTES = 2**30
-"""The most that the parts of a window take, if they are not to be cut into too many windows."""
-PART_SHARE = 6
-"""How many times the memory of the queries the parts of a window may take nevertheless."""
-MOST_LINES = 2**31 - 1
-"""Of a window's parts: the kernels count them in 32 bits."""
-
-
-class Rows(NamedTuple):
-    """Which of a query's slots hold parts."""
-
-    own_slot: Ids[Tensor, "batch selection query"]
-    """The slot of the query's own block, or -1."""
-    counts: Ids[Tensor, "batch selection query"]
-    """How many slots, from the first on."""
-
-
-class Plan(NamedTuple):
-    """The windows of a problem."""
-
-    size: int
-    """Tokens of a window, the last one has fewer; a multiple of what `index.build` needs."""
-    items: int
-    """The most items of work that a window can have."""
-    windows: list[Window]
-
-    @property
-    def tokens(self) -> int:
-        """Of the largest window."""
-        return self.windows[0].end
-
-
-def plan(problem: Problem, units: int, group: int, line_bytes: int, item_bytes: int) -> Plan:
-    """Windows of nearly equal size, for parts of `line_bytes` a query, slot and head (`group` a unit), and of items."""
-    batch, selections, sequence, slots = problem.blocks.shape
-    total, block_size, ids = batch * sequence, problem.block_size, len(problem.starts)
-    whole = total // block_size
-    # A document adds one to the ids of blocks, whether it has tokens or not.
-    spare = ids - whole + 2
-    most = max(PART_BYTES, PART_SHARE * problem.q.numel() * problem.q.element_size())
-    fixed = item_bytes * units * (whole + spare)
-    lines = units * group * slots
-    a_token = line_bytes * lines + item_bytes * units * (slots / TASK + 1 / block_size)
-    fitting = min(max(most - fixed, most / 4) / a_token, MOST_LINES / lines)
-    number = -(-total // max(int(fitting / TILE) * TILE, TILE))
-    size = -(-total // (number * TILE)) * TILE
-    windows = [Window(i, begin, min(begin + size, total)) for i, begin in enumerate(range(0, total, size))]
-    tokens = windows[0].end
-    edges = tokens * selections * slots
-    remote = (edges // TASK + min(selections * whole, edges)) * (units // selections)
-    return Plan(size, remote + units * min(ids, tokens // block_size + spare), windows)
-
-
-def make_rows(problem: Problem) -> Rows:
-    """Which slots of every query hold a block, for the sums, and where its own one stands."""
-    own_slot, counts = (torch.empty(problem.blocks.shape[:3], dtype=torch.int32, device=problem.q.device) for _ in "ab")
-    kernel = sums.Slots(problem.blocks.shape[3], problem.block_size)
-    load(kernel)(problem.blocks, problem.first, problem.starts, own_slot, counts)
-    return Rows(own_slot, counts)
+from msa_kernels.cute.work import Rows, Work, attention, flat
 
 
 def make_deltas(out: Float[Tensor, "token head dim"], dout: Float[Tensor, "token head dim"]) -> Scalars[Tensor, "t h"]:
@@ -99,15 +33,15 @@ def sum_queries(
     gradients: Float[Tensor, "token head dim"],
     units: int,
     scale: float,
-    factors: Scalars[Tensor, "unit"] | None,
     *,
+    mean: bool,
     eights: bool,
 ) -> None:
-    """Write the gradients of a window's queries: the sums of their parts times `scale` and their unit's factor."""
+    """Write the gradients of a window's queries: the sums of their parts times `scale`, for the `mean` over queries."""
     heads, dim = gradients.shape[1:]
     facts = _name(parts), _name(gradients), dim, heads // units, units, rows.counts.shape[1]
-    kernel = sums.SumQueries(*facts, factors is not None, eights)
-    load(kernel)(parts, rows.counts, factors, gradients, scale, window.begin, window.end, slots)
+    queries = rows.queries if mean else None
+    load(sums.SumQueries(*facts, mean, eights))(parts, rows.counts, queries, gradients, scale, *window[1:], slots)
 
 
 def sum_keys(
@@ -119,11 +53,12 @@ def sum_keys(
     kept: tuple[Scalars[Tensor, "token head dim"], ...],
     gradients: tuple[Float[Tensor, "token head dim"], ...],
     scale: float,
-    factors: Scalars[Tensor, "head"] | None,
+    queries: Ids[Tensor, "selection"] | None,
 ) -> None:
     """Add a window's parts to `kept`, or after the last window write gradients, the first tensor's times `scale`.
 
-    The windows must come in their order; `kept` is not read if there is one only.
+    The windows must come in their order; `kept` is not read if there is one only. With `queries`, the numbers of those
+    that have blocks, the gradients are divided by them.
     """
     heads, dim = gradients[0].shape[1:]
     kernel = sums.SumKeys(
@@ -134,55 +69,46 @@ def sum_keys(
         problem.blocks.shape[1],
         heads,
         len(parts),
-        factors is not None,
+        queries is not None,
     )
     grid = problem.first, problem.starts, problem.ends
     both = [(*given, None)[:2] for given in (parts, kept, gradients)]
-    load(kernel)(*both[0], index.tasks, index.task_ptr, *grid, factors, *both[1], *both[2], scale, *window)
+    load(kernel)(*both[0], index.tasks, index.task_ptr, *grid, queries, *both[1], *both[2], scale, *window)
 
 
 def attention_gradients(
-    q: Float[Tensor, "batch sequence head dim"],
-    k: Float[Tensor, "batch sequence kv_head dim"],
-    v: Float[Tensor, "batch sequence kv_head dim"],
-    blocks: Ids[Tensor, "batch selection sequence slot"],
-    cu_seqlens: Ids[Tensor, "offsets"] | None,
-    block_size: int,
+    work: Work,
+    rows: Rows,
     out: Float[Tensor, "batch sequence head dim"],
     lse: Scalars[Tensor, "batch sequence head"],
     dout: Float[Tensor, "batch sequence head dim"],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, from that of the output."""
-    heads, dim, slots = q.shape[2], q.shape[3], blocks.shape[3]
-    with torch.cuda.device(q.device):
-        problem = _problem(q, k, v, blocks, cu_seqlens, block_size)
-        units = max(blocks.shape[1], k.shape[2])
-        windows = plan(problem, units, heads // units, dim * q.element_size(), 2 * block_size * dim * 4)
-        index = build(problem.blocks, problem.first, problem.starts, windows.size, block_size=block_size)
-        rows = make_rows(problem)
-        out, dout, lse = (x.contiguous().flatten(0, 1) for x in (out, dout, lse))
-        delta = make_deltas(out, dout)
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        dq_parts = torch.empty(windows.tokens * heads * slots, dim, dtype=q.dtype, device=q.device)
-        parts = _floats(2, windows.items, block_size, dim, like=q)
-        kept = _floats(2, len(problem.q) if len(windows.windows) > 1 else 1, k.shape[2], dim, like=q)
-        for window in windows.windows:
-            backward(problem, index, window, dout, lse, delta, rows.own_slot, dq_parts, *parts)
-            sum_queries(dq_parts, rows, slots, window, dq.flatten(0, 1), units, 1.0, None, eights=False)
-            both = dk.flatten(0, 1), dv.flatten(0, 1)
-            sum_keys(problem, index, window, units, parts, kept, both, 1.0, None)
+    problem = work.problem
+    q, k, v, blocks, block_size = problem[:5]
+    assert v is not None
+    (batch, _, sequence, slots), (heads, dim) = blocks.shape, q.shape[1:]
+    units = max(blocks.shape[1], k.shape[1])
+    dout, lse = flat(dout), flat(lse)
+    delta = make_deltas(flat(out), dout)
+    dq, dk, dv = (torch.empty(batch, sequence, *x.shape[1:], dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq_parts = torch.empty(work.tokens * heads * slots, dim, dtype=q.dtype, device=q.device)
+    parts = _floats(2, work.sizes.items(units, work.window), block_size, dim, like=q)
+    kept = _floats(2, len(q) if work.tokens < len(q) else 1, k.shape[1], dim, like=q)
+    for window in work.passes():
+        backward(problem, work.index, window, dout, lse, delta, rows.own_slot, dq_parts, *parts)
+        sum_queries(dq_parts, rows, slots, window, dq.flatten(0, 1), units, 1.0, mean=False, eights=False)
+        both = dk.flatten(0, 1), dv.flatten(0, 1)
+        sum_keys(problem, work.index, window, units, parts, kept, both, 1.0, None)
     return dq, dk, dv
 
 
 def divergence(
+    work: Work,
+    rows: Rows,
     q_proxy: Float[Tensor, "batch sequence proxy proxy_dim"],
     k_proxy: Float[Tensor, "batch sequence proxy_kv_head proxy_dim"],
-    q: Float[Tensor, "batch sequence head dim"],
-    k: Float[Tensor, "batch sequence kv_head dim"],
     lse: Float[Tensor, "batch sequence head"],
-    blocks: Ids[Tensor, "batch selection sequence slot"],
-    cu_seqlens: Ids[Tensor, "offsets"] | None,
-    block_size: int,
     *,
     with_gradients: bool,
 ) -> tuple[Scalars[Tensor, "proxy"], Scalars[Tensor, "..."], Scalars[Tensor, "..."]]:
@@ -191,41 +117,29 @@ def divergence(
     The latter in fp32, and before proxies that share keys are summed, as the upstream scalars are not known yet; empty
     without `with_gradients`.
     """
-    _, _, num_proxies, dim = q_proxy.shape
-    slots, width = blocks.shape[3], dim * q_proxy.element_size() if with_gradients else 0
-    with torch.cuda.device(q.device):
-        teacher = _problem(q, k, None, blocks, cu_seqlens, block_size)
-        queries, keys, lse = (x.contiguous().flatten(0, 1) for x in (q_proxy, k_proxy, lse.float()))
-        student = teacher._replace(q=queries, k=keys)
-        windows = plan(teacher, num_proxies, 1, width + 4, block_size * dim * 4 if with_gradients else 4)
-        index = build(teacher.blocks, teacher.first, teacher.starts, windows.size, block_size=block_size)
-        rows = make_rows(teacher)
-        inverse = (rows.counts > 0).sum((0, 2)).clamp(min=1).reciprocal().float()
-        if num_proxies > len(inverse):
-            inverse = inverse.repeat_interleave(num_proxies // len(inverse), output_size=num_proxies)
-        (student_lse,) = _floats(1, *queries.shape[:2], like=q)
-        (values,) = _floats(1, len(windows.windows), num_proxies, like=q)
-        (value_parts,) = _floats(1, windows.items, like=q)
-        dq, dk = _floats(2, *(q_proxy.shape if with_gradients else (0,)), like=q)
-        dq_parts, dk_parts, kept = None, None, None
-        if with_gradients:
-            lines = windows.tokens * num_proxies * slots
-            dq_parts = torch.empty(lines, dim, dtype=q_proxy.dtype, device=q.device)
-            (dk_parts,) = _floats(1, windows.items, block_size, dim, like=q)
-            (kept,) = _floats(1, len(queries) if len(windows.windows) > 1 else 1, num_proxies, dim, like=q)
-        partial = room(student, windows.tokens)
-        for window in windows.windows:
-            attend(student, index, partial, window)
-            merge(student, index, partial, window, None, student_lse)
-            given = teacher, queries, keys, index, window, lse, student_lse, rows.own_slot
-            proxy_kl(*given, dq_parts, dk_parts, value_parts)
-            sum_values(teacher, index, window, value_parts, values)
-            if dq_parts is not None and dk_parts is not None and kept is not None:
-                scale, to_queries, to_keys = dim**-0.5, dq.flatten(0, 1), dk.flatten(0, 1)
-                early = scale / PART_SCALE[_name(q_proxy)]
-                sum_queries(dq_parts, rows, slots, window, to_queries, num_proxies, early, inverse, eights=True)
-                sum_keys(teacher, index, window, num_proxies, (dk_parts,), (kept,), (to_keys,), scale, inverse)
-        value = values.sum(0) * inverse
+    problem, index, slots = work.problem, work.index, work.sizes.slots
+    num_proxies, dim = q_proxy.shape[2:]
+    items = work.sizes.items(num_proxies, work.window)
+    queries, keys, lse = flat(q_proxy), flat(k_proxy), flat(lse.float())
+    (student_lse,) = _floats(1, *queries.shape[:2], like=queries)
+    # Before there are parts, as it takes memory of its own.
+    attention(work, problem._replace(q=queries, k=keys, v=None), None, student_lse)
+    value, value_parts = *_floats(1, num_proxies, like=queries), *_floats(1, items, like=queries)
+    dq, dk = _floats(2, *(q_proxy.shape if with_gradients else (0,)), like=queries)
+    dq_parts, dk_parts, kept = None, None, None
+    if with_gradients:
+        dq_parts = torch.empty(work.tokens * num_proxies * slots, dim, dtype=queries.dtype, device=queries.device)
+        (dk_parts,) = _floats(1, items, problem.block_size, dim, like=queries)
+        (kept,) = _floats(1, len(queries) if work.tokens < len(queries) else 1, num_proxies, dim, like=queries)
+    for window in work.passes():
+        given = problem, queries, keys, index, window, lse, student_lse, rows.own_slot
+        proxy_kl(*given, dq_parts, dk_parts, value_parts)
+        sum_values(problem, index, window, value_parts, rows, value)
+        if dq_parts is not None and dk_parts is not None and kept is not None:
+            scale, to_queries, to_keys = dim**-0.5, dq.flatten(0, 1), dk.flatten(0, 1)
+            early = scale / PART_SCALE[_name(q_proxy)]
+            sum_queries(dq_parts, rows, slots, window, to_queries, num_proxies, early, mean=True, eights=True)
+            sum_keys(problem, index, window, num_proxies, (dk_parts,), (kept,), (to_keys,), scale, rows.queries)
     return value, dq, dk
 
 
@@ -234,12 +148,13 @@ def sum_values(
     index: Index,
     window: Window,
     parts: Scalars[Tensor, "item"],
-    values: Scalars[Tensor, "window proxy"],
+    rows: Rows,
+    value: Scalars[Tensor, "proxy"],
 ) -> None:
-    """Write each proxy's sum over a window's items."""
-    kernel = sums.SumValues(problem.block_size, values.shape[1], problem.blocks.shape[1])
+    """Add what a window's items have of each proxy; after the last window the value is the mean over queries."""
+    kernel = sums.SumValues(problem.block_size, len(value), problem.blocks.shape[1])
     grid = problem.first, problem.starts, problem.ends
-    load(kernel)(parts, index.tasks, index.task_ptr, *grid, values, *window)
+    load(kernel)(parts, index.tasks, index.task_ptr, *grid, rows.queries, value, *window)
 
 
 def scale(
@@ -252,16 +167,6 @@ def scale(
     kernel = sums.Scale(_name(result), dim, gradients.shape[2], heads)
     with torch.cuda.device(result.device):
         load(kernel)(gradients.flatten(0, 1), upstream.float().contiguous(), result.flatten(0, 1))
-
-
-def _problem(
-    q: Tensor, k: Tensor, v: Tensor | None, blocks: Tensor, cu_seqlens: Tensor | None, block_size: int
-) -> Problem:
-    grid = make_layout(cu_seqlens, q.shape[0], q.shape[1], block_size, q.device)
-    tokens = [None if x is None else x.contiguous().flatten(0, 1) for x in (q, k, v)]
-    assert tokens[0] is not None
-    assert tokens[1] is not None
-    return Problem(tokens[0], tokens[1], tokens[2], blocks.contiguous(), block_size, *grid)
 
 
 def _floats(number: int, *shape: int, like: Tensor) -> tuple[Tensor, ...]:

@@ -19,11 +19,8 @@ from torch import Tensor
 
 from msa_kernels.cute.compile import load
 from msa_kernels.cute.layout import compact, row_alignment
+from msa_kernels.cute.windows import TASK, TILE
 
-TILE = 1024
-"""Queries that one thread block counts, and whose edges one thread block scatters."""
-TASK = 512
-"""The most edges of a task."""
 EDGE_SLOTS = 32
 """Slots that an edge has room for."""
 SHARED_BYTES = 232448

@@ -15,6 +15,7 @@ from jaxtyping import Int32 as Ids
 from torch import Tensor
 
 from msa_kernels.cute.compile import load
+from msa_kernels.cute.windows import number_of_ids
 
 THREADS = 256
 
@@ -28,7 +29,7 @@ def make_layout(
     `tokens // block_size` and one a document. Without `cu_seqlens` each row of the batch is a document.
     """
     total, documents = batch * sequence, batch if cu_seqlens is None else len(cu_seqlens) - 1
-    blocks = total // block_size + documents
+    blocks = number_of_ids(total, documents, block_size)
     first = torch.empty(total, dtype=torch.int32, device=device)
     starts, ends = (torch.empty(blocks, dtype=torch.int32, device=device) for _ in range(2))
     load(Layout(block_size, cu_seqlens is not None))(cu_seqlens, first, starts, ends, documents, sequence)

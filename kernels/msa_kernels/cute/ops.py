@@ -1,30 +1,24 @@
 """The kernels as PyTorch operations: what `torch.compile`, fake tensors and FLOP counters see of them.
 
-Memory is bounded by windows of queries: the proxies' scores of a window, and single blocks' results of a window.
+Memory is bounded by windows of queries: the proxies' scores of a window, and what else is kept of each of its blocks
+(`windows.py`). Operations of a gradient take what the forward pass has made ready, and build nothing.
 """
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from msa_kernels.cute import windows
 from msa_kernels.documents import num_blocks
 
 SCORE_BYTES = 2**28
 """The most that the proxies' scores of a window take."""
-PARTIAL_BYTES = 2**31
-"""The most that single blocks' results of a window take."""
 
 
 def _layout(cu_seqlens: Tensor | None, batch: int, sequence: int, block_size: int, device: torch.device) -> tuple:
     from msa_kernels.cute.layout import make_layout
 
     return make_layout(cu_seqlens, batch, sequence, block_size, device)
-
-
-def _window(total: int, bytes_a_token: int, most: int, multiple: int) -> int:
-    """Tokens of a window: all, or as many as fit into `most` bytes."""
-    fitting = max(most // bytes_a_token // multiple, 1) * multiple
-    return min(fitting, -(-total // multiple) * multiple)
 
 
 @torch.library.custom_op("msa_kernels::cute_select_blocks", mutates_args=())
@@ -47,7 +41,7 @@ def select_blocks(
     with torch.cuda.device(q_proxy.device):
         q_proxy, k_proxy = q_proxy.contiguous(), k_proxy.contiguous()
         first, starts, _ = _layout(cu_seqlens, batch, sequence, block_size, q_proxy.device)
-        window = _window(total, num_proxies * count * 4, SCORE_BYTES, 256)
+        window = windows.fitting(total, num_proxies * count * 4, SCORE_BYTES, 256)
         for begin in range(0, total, window):
             end = min(begin + window, total)
             # A window inside one row sees no more blocks than lie before its end.
@@ -93,7 +87,10 @@ def _select_flops(q_proxy: torch.Size, *_: object, **__: object) -> int:
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, cu_seqlens: Tensor | None, block_size: int, carrier: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of attention to the selected blocks; the output's gradient goes to a carrier, if given."""
+    """Output and log-sum-exp of attention to the selected blocks; the output's gradient goes to a carrier, if given.
+
+    Without one it has no gradient: that is `attention_and_kl`'s.
+    """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     return out, _attend(q, k, v, out, blocks, cu_seqlens, block_size)
 
@@ -105,22 +102,89 @@ def _(
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("msa_kernels::cute_attention_gradients", mutates_args=())
-def attention_gradients(
+def _set_nothing(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+
+
+def _carry(_, upstream: Tensor | None, __: Tensor | None) -> tuple:
+    return (None,) * 6 + (upstream,)
+
+
+sparse_attention.register_autograd(_carry, setup_context=_set_nothing)
+
+
+@torch.library.custom_op("msa_kernels::cute_attention_and_kl", mutates_args=())
+def attention_and_kl(
+    q_proxy: Tensor | None,
+    k_proxy: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     blocks: Tensor,
     cu_seqlens: Tensor | None,
     block_size: int,
+    window: int,
+    with_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """A layer's forward pass on one index of its selection, for windows of so many tokens (`windows.step_window`).
+
+    `sparse_attention`'s output and log-sum-exp and, if there are proxies, what `proxy_kl` gives; at last the index and
+    the like, which the output's gradient needs.
+    """
+    from msa_kernels.cute import gradients, work
+
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    with torch.cuda.device(q.device):
+        ready = work.prepare(q, k, v, blocks, cu_seqlens, block_size, window)
+        rows = work.make_rows(ready.problem)
+        work.attention(ready, ready.problem, out.flatten(0, 1), lse.flatten(0, 1))
+        kl = _no_kl(q)
+        if q_proxy is not None and k_proxy is not None:
+            kl = gradients.divergence(ready, rows, q_proxy, k_proxy, lse, with_gradients=with_grad)
+    return out, lse, *kl, work.kept(ready, rows)
+
+
+@attention_and_kl.register_fake
+def _(
+    q_proxy: Tensor | None,
+    k_proxy: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    cu_seqlens: Tensor | None,
+    block_size: int,
+    window: int,
+    with_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    size, rows = windows.sizes(blocks, cu_seqlens, block_size), tuple(blocks.shape[:3])
+    index = (size.edges,), (size.tasks(window), 4), (size.windows(window) + 1,)
+    shapes = (size.tokens,), (size.ids,), (size.ids,), *index, rows, rows
+    kl = _no_kl(q) if q_proxy is None else _kl_shapes(q_proxy, with_grad)
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return out, lse, *kl, [q.new_empty(shape, dtype=torch.int32) for shape in shapes]
+
+
+@torch.library.custom_op("msa_kernels::cute_attention_gradients", mutates_args=())
+def attention_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    block_size: int,
+    window: int,
     out: Tensor,
     lse: Tensor,
     upstream: Tensor,
+    kept: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `sparse_attention` to q, k and v."""
-    from msa_kernels.cute import gradients
+    """Gradients of the output of `attention_and_kl`, whose window and last result it is given, to q, k and v."""
+    from msa_kernels.cute import gradients, work
 
-    return gradients.attention_gradients(q, k, v, blocks, cu_seqlens, block_size, out, lse, upstream)
+    with torch.cuda.device(q.device):
+        ready, rows = work.resume(q, k, v, blocks, block_size, window, kept)
+        return gradients.attention_gradients(ready, rows, out, lse, upstream)
 
 
 @attention_gradients.register_fake
@@ -129,33 +193,43 @@ def _(
     k: Tensor,
     v: Tensor,
     blocks: Tensor,
-    cu_seqlens: Tensor | None,
     block_size: int,
+    window: int,
     out: Tensor,
     lse: Tensor,
     upstream: Tensor,
+    kept: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep_inputs(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, blocks, cu_seqlens, ctx.block_size, carrier = inputs
+def _no_kl(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    value, dq, dk = (q.new_empty(0, dtype=torch.float32) for _ in range(3))
+    return value, dq, dk
+
+
+def _keep(ctx, inputs: tuple, output: tuple) -> None:
+    _, k_proxy, q, k, v, blocks, _, ctx.block_size, ctx.window, _ = inputs
+    out, lse, _, *gradients, kept = output
     ctx.set_materialize_grads(False)
-    ctx.carried = carrier is not None
-    if not ctx.carried:
-        ctx.save_for_backward(q, k, v, blocks, cu_seqlens, *output)
+    ctx.num_keys, ctx.dtype = 0 if k_proxy is None else k_proxy.shape[2], q.dtype
+    main = (q, k, v, blocks, out, lse, *kept) if any(ctx.needs_input_grad[2:5]) else ()
+    ctx.save_for_backward(*gradients, *main)
 
 
-def _attention_backward(ctx, upstream: Tensor | None, _: Tensor | None) -> tuple:
-    if upstream is None:
-        return (None,) * 7
-    if ctx.carried:
-        return (None,) * 6 + (upstream,)
-    *inputs, out, lse = ctx.saved_tensors
-    return *attention_gradients(*inputs, ctx.block_size, out, lse, upstream), *(None,) * 4
+def _step_backward(ctx, upstream: Tensor | None, _: object, of_kl: Tensor | None, *__: object) -> tuple:
+    dq, dk, *main = ctx.saved_tensors
+    to_main, to_proxies = (None,) * 3, (None,) * 2
+    # In this order, the results of the second do not add to the memory that the first takes.
+    if upstream is not None and main:
+        *inputs, out, lse = main[:6]
+        to_main = attention_gradients(*inputs, ctx.block_size, ctx.window, out, lse, upstream, main[6:])
+    if of_kl is not None and dq.numel():
+        to_proxies = scale_gradients(dq, dk, of_kl, ctx.num_keys, ctx.dtype)
+    return *to_proxies, *to_main, *(None,) * 5
 
 
-sparse_attention.register_autograd(_attention_backward, setup_context=_keep_inputs)
+attention_and_kl.register_autograd(_step_backward, setup_context=_keep)
 
 
 @torch.library.custom_op("msa_kernels::cute_selected_lse", mutates_args=())
@@ -198,16 +272,28 @@ def _lse_flops(
     return 2 * q[2] * q[3] * _selected_pairs(blocks, block_size)
 
 
-@register_flop_formula(torch.ops.msa_kernels.cute_attention_gradients)
-def _gradient_flops(
+@register_flop_formula(torch.ops.msa_kernels.cute_attention_and_kl)
+def _step_flops(
+    q_proxy: torch.Size | None,
+    k_proxy: torch.Size | None,
     q: torch.Size,
     k: torch.Size,
     v: torch.Size,
     blocks: torch.Size,
     cu_seqlens: object,
     block_size: int,
-    *_: object,
-    **__: object,
+    window: int,
+    with_grad: bool,
+    **_: object,
+) -> int:
+    """Those of `sparse_attention` and `proxy_kl`."""
+    kl = 0 if q_proxy is None else _kl_products(q_proxy, q, with_grad)
+    return (4 * q[2] * q[3] + 2 * kl) * _selected_pairs(blocks, block_size)
+
+
+@register_flop_formula(torch.ops.msa_kernels.cute_attention_gradients)
+def _gradient_flops(
+    q: torch.Size, k: torch.Size, v: torch.Size, blocks: torch.Size, block_size: int, *_: object, **__: object
 ) -> int:
     """Two for each multiply-add of the scores, of the weights' gradients, and of those of q, k and v."""
     return 10 * q[2] * q[3] * _selected_pairs(blocks, block_size)
@@ -226,10 +312,14 @@ def proxy_kl(
     with_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The KL per proxy, and its gradients to each proxy's queries and keys (the latter before they are shared)."""
-    from msa_kernels.cute.gradients import divergence
+    from msa_kernels.cute import gradients, work
 
-    given = q_proxy, k_proxy, q, k, lse, blocks, cu_seqlens, block_size
-    return divergence(*given, with_gradients=with_grad)
+    size = windows.sizes(blocks, cu_seqlens, block_size)
+    window = windows.part_window(size, windows.kl_parts(q_proxy, block_size, with_grad), q)
+    with torch.cuda.device(q.device):
+        ready = work.prepare(q, k, None, blocks, cu_seqlens, block_size, window)
+        rows = work.make_rows(ready.problem)
+        return gradients.divergence(ready, rows, q_proxy, k_proxy, lse, with_gradients=with_grad)
 
 
 @proxy_kl.register_fake
@@ -374,25 +464,14 @@ def _attend(
     cu_seqlens: Tensor | None,
     block_size: int,
 ) -> Tensor:
-    """Fill `out`, if there are values, and give the log-sum-exps, window after window."""
-    from msa_kernels.cute.attend import Problem, Window, attend, room
-    from msa_kernels.cute.index import TILE, build
-    from msa_kernels.cute.merge import merge
+    """Fill `out`, if there are values, and give the log-sum-exps."""
+    from msa_kernels.cute import work
 
-    batch, sequence, heads, dim = q.shape
-    total = batch * sequence
-    lse = torch.empty(batch, sequence, heads, dtype=torch.float32, device=q.device)
+    _, _, heads, dim = q.shape
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    line_bytes = 4 + (0 if v is None else dim * q.element_size())
+    window = windows.forward_window(windows.sizes(blocks, cu_seqlens, block_size), heads, line_bytes)
     with torch.cuda.device(q.device):
-        first, starts, ends = _layout(cu_seqlens, batch, sequence, block_size, q.device)
-        q, k = q.contiguous().flatten(0, 1), k.contiguous().flatten(0, 1)
-        v = None if v is None else v.contiguous().flatten(0, 1)
-        problem = Problem(q, k, v, blocks.contiguous(), block_size, first, starts, ends)
-        bytes_a_token = heads * blocks.shape[3] * (4 + (0 if v is None else dim * q.element_size()))
-        size = _window(total, bytes_a_token, PARTIAL_BYTES, TILE)
-        index = build(problem.blocks, problem.first, problem.starts, size, block_size=block_size)
-        partial = room(problem, min(size, total))
-        for number, begin in enumerate(range(0, total, size)):
-            window = Window(number, begin, min(begin + size, total))
-            attend(problem, index, partial, window)
-            merge(problem, index, partial, window, None if out is None else out.flatten(0, 1), lse.flatten(0, 1))
+        ready = work.prepare(q, k, v, blocks, cu_seqlens, block_size, window)
+        work.attention(ready, ready.problem, None if out is None else out.flatten(0, 1), lse.flatten(0, 1))
     return lse

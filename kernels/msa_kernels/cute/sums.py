@@ -99,6 +99,12 @@ def _packed(values: tuple, kind: str) -> tuple:
     return tuple(hopper.pack_halves(values[x], values[x + 1], kind) for x in range(0, len(values), 2))
 
 
+@cute.jit
+def share_of_one(queries: cute.Tensor, selection: Int32) -> Float32:
+    """What each of a selection's queries counts in their mean, those without blocks left out."""
+    return Float32(1.0) / Float32(cutlass.max(queries[selection], 1))
+
+
 @dataclass(frozen=True)
 class Deltas:
     """The sum of out x upstream over each row: what a softmax's gradient subtracts."""
@@ -143,13 +149,16 @@ class Deltas:
 
 @dataclass(frozen=True)
 class Slots:
-    """Where a query's own block stands in its list, -1 if it is not there; and how many slots up to it are used."""
+    """Where a query's own block stands in its list, -1 if it is not there; and how many slots up to it are used.
+
+    To a number for each selection, which is zero before, it adds how many queries use any.
+    """
 
     slots: int
     block_size: int
 
     def fakes(self) -> tuple:
-        """blocks, first, starts, own slots, counts."""
+        """blocks, first, starts, own slots, counts, queries."""
         lists = cute.sym_int(), cute.sym_int(), cute.sym_int()
         return (
             hopper.fake(Int32, (*lists, self.slots), row_alignment(self.slots)),
@@ -157,6 +166,7 @@ class Slots:
             hopper.fake(Int32, (cute.sym_int(),)),
             hopper.fake(Int32, lists),
             hopper.fake(Int32, lists),
+            hopper.fake(Int32, (lists[1],)),
             hopper.fake_stream(),
         )
 
@@ -168,9 +178,10 @@ class Slots:
         starts: cute.Tensor,
         own_slot: cute.Tensor,
         counts: cute.Tensor,
+        queries: cute.Tensor,
         stream: CUstream,
     ):
-        self.kernel(blocks, first, starts, own_slot, counts).launch(
+        self.kernel(blocks, first, starts, own_slot, counts, queries).launch(
             grid=(cute.ceil_div(first.shape[0], THREADS), blocks.shape[1], 1), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -182,10 +193,12 @@ class Slots:
         starts: cute.Tensor,
         own_slot: cute.Tensor,
         counts: cute.Tensor,
+        queries: cute.Tensor,
     ):
         thread, _, _ = cute.arch.thread_idx()
         tile, selection, _ = cute.arch.block_idx()
         token = tile * THREADS + thread
+        used = Int32(0)
         if token < first.shape[0]:
             batch = token // blocks.shape[2]
             query = token - batch * blocks.shape[2]
@@ -198,7 +211,11 @@ class Slots:
                 earlier += Int32((ids[slot] >= 0) & (ids[slot] < own))
                 chosen |= Int32(ids[slot] == own)
             own_slot[batch, selection, query] = earlier if chosen != 0 else Int32(-1)
-            counts[batch, selection, query] = earlier + chosen
+            used = earlier + chosen
+            counts[batch, selection, query] = used
+        number = cute.arch.popc(cute.arch.vote_ballot_sync(used > 0))
+        if (thread % 32 == 0) & (number > 0):
+            cute.arch.atomic_add(queries.iterator + selection, number)
 
 
 @dataclass(frozen=True)
@@ -220,8 +237,8 @@ class SumQueries:
     group: int
     units: int
     num_selections: int
-    weighted: bool
-    """Whether each unit has a factor of its own."""
+    mean: bool
+    """Whether they are divided by the number of queries that have blocks."""
     eights: bool
 
     @property
@@ -230,11 +247,11 @@ class SumQueries:
         return self.group * self.dim // 8
 
     def fakes(self) -> tuple:
-        """Parts, counts, factors, gradients, scale, begin, end, slots."""
+        """Parts, counts, queries, gradients, scale, begin, end, slots."""
         return (
             hopper.fake(hopper.DTYPES[self.dtype], (cute.sym_int64(), self.dim)),
             hopper.fake(Int32, (cute.sym_int(), self.num_selections, cute.sym_int())),
-            hopper.fake(Float32, (self.units,)) if self.weighted else None,
+            hopper.fake(Int32, (self.num_selections,)) if self.mean else None,
             hopper.fake(TYPES[self.result], (cute.sym_int(), self.units * self.group, self.dim)),
             Float32(0.0),
             Int32(0),
@@ -248,7 +265,7 @@ class SumQueries:
         self,
         parts: cute.Tensor,
         counts: cute.Tensor,
-        factors: cute.Tensor | None,
+        queries: cute.Tensor | None,
         gradients: cute.Tensor,
         scale: Float32,
         begin: Int32,
@@ -257,7 +274,7 @@ class SumQueries:
         stream: CUstream,
     ):
         places = Int64(end - begin) * (self.units * self.threads)
-        self.kernel(parts, counts, factors, gradients, scale, begin, end, slots).launch(
+        self.kernel(parts, counts, queries, gradients, scale, begin, end, slots).launch(
             grid=(Int32(cute.ceil_div(places, THREADS)), 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -270,7 +287,7 @@ class SumQueries:
         self,
         parts: cute.Tensor,
         counts: cute.Tensor,
-        factors: cute.Tensor | None,
+        queries: cute.Tensor | None,
         gradients: cute.Tensor,
         scale: Float32,
         begin: Int32,
@@ -287,7 +304,8 @@ class SumQueries:
         valid = begin + query < end
         token = cutlass.min(begin + query, end - 1)
         batch = token // counts.shape[2]
-        count = counts[batch, unit // (self.units // self.num_selections), token - batch * counts.shape[2]]
+        selection = unit // (self.units // self.num_selections)
+        count = counts[batch, selection, token - batch * counts.shape[2]]
         count = count if valid else Int32(0)
         width = self.group * self.dim
         source = parts.iterator + (Int64(line) * slots * width + inside * 8)
@@ -300,8 +318,8 @@ class SumQueries:
                 for x in cutlass.range_constexpr(8):
                     sums[x] += values[x]
         factor = scale
-        if cutlass.const_expr(self.weighted):
-            factor *= factors[unit]  # pyright: ignore[reportOptionalSubscript]
+        if cutlass.const_expr(self.mean):
+            factor *= share_of_one(queries, selection)
         target = gradients.iterator + (Int64(token) * self.units + unit) * width
         self.store(target, tuple(sums[x] * factor for x in range(8)), inside, valid)
 
@@ -365,8 +383,8 @@ class SumKeys:
     """Of the gradients: each sums over units / heads units."""
     tensors: int
     """2 for keys and values, which have the same items; 1 for keys."""
-    weighted: bool
-    """Whether each head has a factor of its own."""
+    mean: bool
+    """Whether they are divided by the number of queries that have blocks."""
 
     @property
     def rows(self) -> int:
@@ -384,7 +402,7 @@ class SumKeys:
         return self.units // self.num_selections
 
     def fakes(self) -> tuple:
-        """Parts, tasks, task_ptr, first, starts, ends, factors, earlier windows, gradients, scales, numbers."""
+        """Parts, tasks, task_ptr, first, starts, ends, queries, earlier windows, gradients, scale, numbers."""
         ids, tokens = cute.sym_int(), cute.sym_int()
 
         def each(dtype: type[cutlass.Numeric], *shape: int | cute.SymInt) -> tuple:
@@ -398,7 +416,7 @@ class SumKeys:
             hopper.fake(Int32, (tokens,)),
             hopper.fake(Int32, (ids,)),
             hopper.fake(Int32, (ids,)),
-            hopper.fake(Float32, (self.heads,)) if self.weighted else None,
+            hopper.fake(Int32, (self.num_selections,)) if self.mean else None,
             *each(Float32, cute.sym_int(), self.heads, self.dim),
             *each(TYPES[self.dtype], tokens, self.heads, self.dim),
             Float32(0.0),
@@ -418,7 +436,7 @@ class SumKeys:
         first: cute.Tensor,
         starts: cute.Tensor,
         ends: cute.Tensor,
-        factors: cute.Tensor | None,
+        queries: cute.Tensor | None,
         kept: cute.Tensor,
         more_kept: cute.Tensor | None,
         gradients: cute.Tensor,
@@ -433,7 +451,7 @@ class SumKeys:
         self.kernel(
             (parts, more_parts),
             (tasks, task_ptr, first, starts, ends),
-            factors,
+            queries,
             (kept, more_kept),
             (gradients, more_gradients),
             scale,
@@ -450,7 +468,7 @@ class SumKeys:
         self,
         parts: tuple,
         index: tuple,
-        factors: cute.Tensor | None,
+        queries: cute.Tensor | None,
         kept: tuple,
         gradients: tuple,
         scale: Float32,
@@ -478,7 +496,7 @@ class SumKeys:
                 for x in cutlass.range_constexpr(4):
                     sums[i][x] = float_of(words[x])
             self.add(parts, index, numbers, runs, sums, (block, head, row * self.dim + column))
-            self.store(kept, gradients, factors, scale, sums, (head, at, row < stop - start, end == first.shape[0]))
+            self.store(kept, gradients, queries, scale, sums, (head, at, row < stop - start, end == first.shape[0]))
 
     @cute.jit
     def look_up(self, index: tuple, numbers: tuple, runs: cute.Pointer, block: Int32, head: Int32):
@@ -526,7 +544,7 @@ class SumKeys:
         self,
         kept: tuple,
         gradients: tuple,
-        factors: cute.Tensor | None,
+        queries: cute.Tensor | None,
         scale: Float32,
         sums: list,
         place: tuple,
@@ -538,8 +556,8 @@ class SumKeys:
             if last:
                 # Values, the second tensor, are not scaled.
                 factor = scale if cutlass.const_expr(i == 0) else Float32(1.0)
-                if cutlass.const_expr(self.weighted):
-                    factor *= factors[head]  # pyright: ignore[reportOptionalSubscript]
+                if cutlass.const_expr(self.mean):
+                    factor *= share_of_one(queries, head * self.members // self.sharing)
                 values = tuple(value * factor for value in values)
                 if valid:
                     store_numbers(gradients[i].iterator + at, values, self.dtype)
@@ -549,14 +567,14 @@ class SumKeys:
 
 @dataclass(frozen=True)
 class SumValues:
-    """The number of each proxy that the items of a window of queries add up to; one thread block a proxy."""
+    """The mean over queries of what each proxy's items add up to, window after window; one thread block a proxy."""
 
     block_size: int
     num_proxies: int
     num_selections: int
 
     def fakes(self) -> tuple:
-        """Parts, tasks, task_ptr, first, starts, ends, values, window, begin, end."""
+        """Parts, tasks, task_ptr, first, starts, ends, queries, values, window, begin, end."""
         ids = cute.sym_int()
         return (
             hopper.fake(Float32, (cute.sym_int(),)),
@@ -565,7 +583,8 @@ class SumValues:
             hopper.fake(Int32, (cute.sym_int(),)),
             hopper.fake(Int32, (ids,)),
             hopper.fake(Int32, (ids,)),
-            hopper.fake(Float32, (cute.sym_int(), self.num_proxies)),
+            hopper.fake(Int32, (self.num_selections,)),
+            hopper.fake(Float32, (self.num_proxies,)),
             Int32(0),
             Int32(0),
             Int32(0),
@@ -581,18 +600,20 @@ class SumValues:
         first: cute.Tensor,
         starts: cute.Tensor,
         ends: cute.Tensor,
+        queries: cute.Tensor,
         values: cute.Tensor,
         window: Int32,
         begin: Int32,
         end: Int32,
         stream: CUstream,
     ):
-        self.kernel(parts, (tasks, task_ptr, first, starts, ends), values, (window, begin, end)).launch(
+        index = tasks, task_ptr, first, starts, ends
+        self.kernel(parts, index, queries, values, (window, begin, end)).launch(
             grid=(self.num_proxies, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, parts: cute.Tensor, index: tuple, values: cute.Tensor, numbers: tuple):
+    def kernel(self, parts: cute.Tensor, index: tuple, queries: cute.Tensor, values: cute.Tensor, numbers: tuple):
         thread, _, _ = cute.arch.thread_idx()
         proxy, _, _ = cute.arch.block_idx()
         tasks, task_ptr, first, starts, ends = index
@@ -621,7 +642,11 @@ class SumValues:
             total = Float32(0.0)
             for i in cutlass.range_constexpr(THREADS // 32):
                 total += (sums + i).load()
-            values[window, proxy] = total
+            if begin > 0:
+                total += values[proxy]
+            if end == first.shape[0]:
+                total *= share_of_one(queries, proxy // sharing)
+            values[proxy] = total
 
 
 @dataclass(frozen=True)

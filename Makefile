@@ -1,8 +1,8 @@
 # Every target sets up .venv first where it is missing or older than what it is made from.
 #
 #   make demo                     train, measure, write runs/demo/report.html
-#   make test                     the fast tests; also test-slow, test-gpu, test-compile, test-emulated, lint, bench,
-#                                 bench-gpu, clean
+#   make test                     the fast tests; also test-slow, test-browser, test-gpu, test-compile, test-emulated,
+#                                 lint, bench, bench-gpu, clean
 #   make demo TORCH_INDEX=URL     take torch from this index (PyTorch's install page names one for CPU wheels)
 #   make demo PYTHON=python3.12   make .venv with this interpreter
 
@@ -13,7 +13,7 @@ READY := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint test-slow test-gpu test-compile test-emulated bench bench-gpu clean
+.PHONY: demo test lint test-slow test-browser test-gpu test-compile test-emulated bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/msa-lab demo
@@ -22,7 +22,13 @@ test: $(READY)
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup
 
 test-slow: $(READY)
+	tests/install_chromium.sh
 	$(BIN)/python -m pytest -m slow
+
+# The viewer's page in a real browser.
+test-browser: $(READY)
+	tests/install_chromium.sh
+	$(BIN)/python -m pytest -m slow tests/analysis/test_viewer_browser.py
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
@@ -33,7 +39,7 @@ test-compile: $(READY)
 
 # The compiled kernels on a CPU, where a C++ compiler is.
 test-emulated: $(READY)
-	cd kernels && for check in forward backward kl properties; do \
+	cd kernels && for check in forward backward kl step properties; do \
 		PYTHONPATH=.:emulator ../$(BIN)/python emulator/check_$$check.py || exit 1; done
 
 lint: $(READY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -24,8 +24,8 @@ from msa_lab.model import Transformer
 from msa_lab.runs import Run
 from msa_lab.selection_layout import REGROUPINGS
 from msa_lab.selection_store import FILE, SelectionStore
-from msa_lab.selections import Seen, never_selected, record, record_steps, selection_rate
-from msa_lab.teacher import at_blocks, block_mass, entropy, group_divergence, regrouped_divergence, top_blocks
+from msa_lab.selections import Enough, Seen, never_selected, record, record_steps, selection_rate
+from msa_lab.teacher import at_blocks, block_mass, divergence, entropy, regrouped_divergence, top_blocks
 
 if TYPE_CHECKING:
     from msa_lab.data import Data
@@ -69,10 +69,12 @@ def observe(
     layers = [i for i, kind in enumerate(config.model.attention_kinds) if kind != "dense"]
     draw = torch.arange(len(tokens)) if draw is None else draw
     documents: list[dict[str, np.ndarray]] = []
-    with record(model) as seen:
+    # What the last layer that chooses makes of its choice, and all after it, is nowhere in a record.
+    with record(model, until=f"layers.{layers[-1]}.attention.core" if layers else "") as seen:
         for start in range(0, len(tokens), rows):
             part = slice(start, start + rows)
-            model(tokens[part].to(device), sparse=sparse, draw=draw[part].to(device))
+            with suppress(Enough):
+                model(tokens[part].to(device), sparse=sparse, draw=draw[part].to(device))
             found = [_describe(seen[f"layers.{i}.attention.select"], config, heads) for i in layers]
             documents.append({name: np.stack([layer[name] for layer in found]) for name in found[0]})
     return {name: np.concatenate([part[name] for part in documents], 1) for name in documents[0]}
@@ -135,7 +137,8 @@ def _describe_queries(seen: Seen, config: RunConfig, heads: bool, queries: tuple
     newest = torch.arange(*queries, stride, device=mass.device)[:, None] // model.block_size
     newest = (newest - torch.arange(model.top_k_blocks, device=mass.device)).expand(*mass.shape[:2], -1, -1)
     found |= {"newest_mass": at_blocks(mass, newest).nan_to_num()}
-    found |= {"divergence": group_divergence(by_head, groups), "entropy": entropy(mass)}
+    spread = entropy(mass)
+    found |= {"divergence": divergence(spread, entropy(by_head)), "entropy": spread}
     if heads:
         own = top_blocks(by_head, **rules).blocks
         found |= {"head_teacher": own, "head_teacher_mass": at_blocks(by_head, own)}
@@ -230,7 +233,7 @@ class SelectionRecorder(L.Callback):
 
     def _sparse(self, learner: Learner) -> bool:
         """Rules without proxies choose from the first step on."""
-        return learner.sparse or "msa" not in self.config.model.attention_kinds
+        return learner.sparse or not self.config.model.proxy_layers
 
     def _log(self, trainer: L.Trainer, selected: np.ndarray, step: int) -> None:
         """The collapse alarm at every record; the selection maps at the last one, where the logger shows images."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from msa_lab.selection_store import SelectionStore, open_selections
 
 __all__ = [
+    "Enough",
     "Seen",
     "SelectionStore",
     "never_selected",
@@ -45,8 +46,12 @@ class Seen:
     k: Tensor | None
 
 
+class Enough(Exception):  # noqa: N818  (no error: it ends a forward)
+    """All that was to be seen of a forward has been: the rest of it is not computed."""
+
+
 @contextmanager
-def record(model: nn.Module) -> Iterator[Mapping[str, Seen]]:
+def record(model: nn.Module, *, until: str = "") -> Iterator[Mapping[str, Seen]]:
     """Watch every selection that a forward of `model` makes.
 
         with record(model) as seen:
@@ -57,6 +62,11 @@ def record(model: nn.Module) -> Iterator[Mapping[str, Seen]]:
     what a layer recomputes in the backward (activation checkpointing) is not part of it. A module that chooses twice in
     one forward appears as `path` and `path#2`. A hook that replaces a selection is seen through, whenever it was added.
     Only handles made here are removed.
+
+    Args:
+        model: What chooses.
+        until: Path of a module. A forward ends there, before that module runs, with `Enough`, which the caller catches;
+            its arguments are seen. A forward that never gets there runs to its end.
 
     Raises:
         ValueError: `model` or a part of it is compiled, so that hooks would not fire. `torch.compile(model)` leaves
@@ -75,11 +85,19 @@ def record(model: nn.Module) -> Iterator[Mapping[str, Seen]]:
         elif path.rpartition(".")[2] == "core":
             attended[path].append(_arguments(module, args, kwargs, "q", "k"))
 
+    def last(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        watch(path, module, args, kwargs, None)
+        finish()
+        raise Enough
+
     def start(*_: object) -> None:
         # Hooks live for one forward: they come after all others, and a recomputation in the backward meets none.
         stop()
         for path, module in model.named_modules():
-            handles.append(module.register_forward_hook(partial(watch, path), with_kwargs=True))
+            if path and path == until:
+                handles.append(module.register_forward_pre_hook(partial(last, path), with_kwargs=True))
+            else:
+                handles.append(module.register_forward_hook(partial(watch, path), with_kwargs=True))
         handles.append(model.register_forward_hook(finish))
 
     def finish(*_: object) -> None:

@@ -103,8 +103,14 @@ def group_divergence(
     Entropy of the heads' mean distribution minus the mean of their entropies: what the mean of the KL divergences of
     the single heads to any one distribution exceeds the KL of their mean to it by, on distributions over blocks.
     """
-    groups = by_head.unflatten(1, (num_groups, -1))
-    return (entropy(groups.mean(2)) - entropy(by_head).unflatten(1, (num_groups, -1)).mean(2)).clamp(min=0)
+    return divergence(entropy(by_head.unflatten(1, (num_groups, -1)).mean(2)), entropy(by_head))
+
+
+def divergence(
+    of_mean: Float[Tensor, "batch group query"], of_heads: Float[Tensor, "batch head query"]
+) -> Float[Tensor, "batch group query"]:
+    """`group_divergence` from the entropies of each group's mean and of the single heads."""
+    return (of_mean - of_heads.unflatten(1, (of_mean.shape[1], -1)).mean(2)).clamp(min=0)
 
 
 def regrouped_divergence(
@@ -113,8 +119,11 @@ def regrouped_divergence(
     """`group_divergence`, mean over groups, for the heads in so many random orders, the same at every call."""
     generator = torch.Generator().manual_seed(0)
     orders = [torch.randperm(by_head.shape[1], generator=generator) for _ in range(regroupings)]
+    of_heads, drawn = entropy(by_head), []
     # One at a time: each holds as much as the teacher's masses do.
-    drawn = [group_divergence(by_head[:, order.to(by_head.device)], num_groups).mean(1) for order in orders]
+    for order in (order.to(by_head.device) for order in orders):
+        of_mean = entropy(by_head[:, order].unflatten(1, (num_groups, -1)).mean(2))
+        drawn.append(divergence(of_mean, of_heads[:, order]).mean(1))
     return torch.stack(drawn, 1)
 
 
@@ -136,7 +145,8 @@ def _shares(q: Tensor, k: Tensor, stride: int, block_size: int) -> Float[Tensor,
     key = torch.arange((q.shape[-2] - 1) * stride + 1, device=q.device)
     scores[..., -len(key) :].masked_fill_(key > key[::stride, None], -torch.inf)
     attention = scores.softmax(-1)
-    attention = F.pad(attention, (0, -attention.shape[-1] % block_size))
+    if missing := -attention.shape[-1] % block_size:
+        attention = F.pad(attention, (0, missing))  # copies all of it
     return attention.unflatten(-1, (-1, block_size)).sum(-1).flatten(0, 1)
 
 

@@ -10,7 +10,15 @@ import pandas as pd
 import xarray as xr
 
 from msa_analysis.choices import bin_label, position_label
-from msa_analysis.statistics import MIN_DOCUMENTS, SQUARE_DOCUMENTS, jackknife, jackknife_square, matter, rests_on_few
+from msa_analysis.statistics import (
+    MIN_DOCUMENTS,
+    SQUARE_DOCUMENTS,
+    jackknife,
+    jackknife_skewed,
+    jackknife_square,
+    matter,
+    rests_on_few,
+)
 from msa_analysis.tally import tally, totals
 
 Statistic = Callable[[xr.Dataset], xr.DataArray]
@@ -82,7 +90,8 @@ def estimate(
 
     `correct_bias` takes from the value what is proportional to 1/documents; `squares` does too, for a statistic that is
     a sum of squares near 0, of so many degrees of freedom (`jackknife_square`). `rate` is the share of cases behind the
-    statistic: at exactly 0 or 1, or where hardly any document has a case, the interval is not defined.
+    statistic, whose interval is then that of `jackknife_skewed`: not defined at exactly 0 or 1, where fewer than
+    MIN_DOCUMENTS documents have a case, nor where its variance rests on fewer than two.
     """
     slots = sums["slots"].sel(source="proxy").sum([d for d in sums["slots"].dims if d not in ("document", "source")])
     # Labels are put aside meanwhile: aligning them costs more than the arithmetic.
@@ -94,14 +103,16 @@ def estimate(
         numbers = [statistic(whole), statistic(without), null(whole)]
         over = [dim for dim in pool if dim in numbers[0].dims]
         value, left_out, reference = (number.mean(over, skipna=True) for number in numbers)
-        if squares is None:
+        bare = scarce = xr.zeros_like(value, dtype=bool)
+        if squares is not None:
+            value, low, high = jackknife_square(value, left_out, degrees=squares)
+        elif rate is None:
             having = matter(value, left_out)
             value, low, high = jackknife(value, left_out, correct_bias=correct_bias, having=having)
         else:
-            value, low, high = jackknife_square(value, left_out, degrees=squares)
-        bare, few = _sparse(None if rate is None else rate(whole).mean(over, skipna=True), left_out)
-    low, high = low.where(~(bare | few)), high.where(~(bare | few))
-    held = xr.Dataset({"value": value, "low": low, "high": high, "null": reference, "bare": bare})
+            share, alone = (rate(part).mean(over, skipna=True) for part in (whole, sums))
+            low, high, bare, scarce = _of_rate(value, left_out, share, alone.notnull().sum("document"))
+    held = xr.Dataset({"value": value, "low": low, "high": high, "null": reference, "bare": bare, "scarce": scarce})
     held = held.assign_coords({name: label for name, label in labels.items() if set(label.dims) <= set(held.dims)})
     frame = held.drop_vars("source", errors="ignore").to_dataframe().reset_index()
     frame.insert(0, "metric", metric)
@@ -115,12 +126,14 @@ def estimate(
     return _explained(frame, count, needed, absent)
 
 
-def _sparse(share: xr.DataArray | None, left_out: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
-    """Where a rate is 0 or 1, and where its variance rests on a document or two; nowhere for what is no rate."""
-    if share is None:
-        nowhere = xr.zeros_like(left_out.any("document"), dtype=bool)
-        return nowhere, nowhere
-    return (share <= 1e-12) | (share >= 1 - 1e-12), rests_on_few(left_out)
+def _of_rate(
+    value: xr.DataArray, left_out: xr.DataArray, share: xr.DataArray, having: xr.DataArray
+) -> tuple[xr.DataArray, xr.DataArray, xr.DataArray, xr.DataArray]:
+    """The interval's ends; where the rate is 0 or 1 throughout, and where too few documents have a case: none there."""
+    bare, scarce = (share <= 1e-12) | (share >= 1 - 1e-12), having < MIN_DOCUMENTS
+    _, low, high = jackknife_skewed(value, left_out, having)
+    held = ~(bare | rests_on_few(left_out))
+    return low.where(held), high.where(held), bare, scarce & ~bare
 
 
 def _explained(frame: pd.DataFrame, documents: int, needed: int, absent: str) -> pd.DataFrame:
@@ -129,6 +142,8 @@ def _explained(frame: pd.DataFrame, documents: int, needed: int, absent: str) ->
     frame.loc[frame["low"].isna(), "reason"] = absent
     few = "the interval would rest on fewer than two documents"
     frame.loc[frame["low"].isna() & frame["value"].notna(), "reason"] = few
+    unlike = f"fewer than {MIN_DOCUMENTS} documents have a case: no interval"
+    frame.loc[frame["value"].notna() & frame.pop("scarce").astype(bool), "reason"] = unlike
     frame.loc[frame.pop("bare").astype(bool), "reason"] = "0 or 1 in every document: no interval"
     if documents < needed:
         frame["reason"] = f"{documents} documents: an interval needs {needed}"

@@ -78,11 +78,20 @@ def captured_mass(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame
 def _captured(data: xr.Dataset, over: Sequence[str], suffix: str, pool: Sequence[str]) -> pd.DataFrame:
     sums = tallied(data, *(f"{name}_by_position" for name in (*_MASSES, "mass_rows")))
     own, chance, best, newest = (ratio(f"{name}_by_position", "mass_rows_by_position", over=over) for name in _MASSES)
+    parts = (("", own, NO_MASS), ("_teacher", best, NO_MASS), ("_window", newest, NO_NEWEST))
     return table(
-        estimate(sums, "captured_mass" + suffix, own, null=chance, pool=pool, absent=NO_MASS),
-        estimate(sums, f"captured_mass_teacher{suffix}", best, null=chance, pool=pool, absent=NO_MASS),
-        estimate(sums, f"captured_mass_window{suffix}", newest, null=chance, pool=pool, absent=NO_NEWEST),
+        *(
+            estimate(
+                sums, f"captured_mass{of}{suffix}", share, null=chance, pool=pool, rate=_rate(share, over), absent=why
+            )
+            for of, share, why in parts
+        )
     )
+
+
+def _rate(share: Statistic, over: Sequence[str]) -> Statistic | None:
+    """Of one part of the context, which few documents may reach, a skewed rate; over all of it a mean."""
+    return None if over else share
 
 
 _MASSES = ("captured", "chance_captured", "best", "newest_captured")
@@ -109,10 +118,10 @@ def _covered(data: xr.Dataset, over: Sequence[str], suffix: str, pool: Sequence[
     sums = tallied(data, *(f"{name}_by_position" for name in _MASSES))
     own, chance, _, newest = (ratio(f"{name}_by_position", "best_by_position", over=(*over, *pool)) for name in _MASSES)
     parts = [
-        estimate(sums, f"coverage{suffix}", own, null=chance, pool=pool, absent=NO_MASS),
-        estimate(sums, f"coverage_window{suffix}", newest, null=chance, pool=pool, absent=NO_NEWEST),
+        estimate(sums, f"coverage{of}{suffix}", share, null=chance, pool=pool, rate=_rate(share, over), absent=why)
+        for of, share, why in (("", own, NO_MASS), ("_window", newest, NO_NEWEST))
     ]
-    return table(*parts, *_rescaled(sums, own, chance, newest, suffix, pool, NO_NEWEST))
+    return table(*parts, *_rescaled(sums, own, chance, newest, suffix, pool, NO_NEWEST, _rate(own, over)))
 
 
 def coverage_by_distance(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
@@ -132,7 +141,7 @@ def coverage_by_distance(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.Da
     return table(
         estimate(sums, f"captured_mass{suffix}", mass, null=null, pool=pool, rate=own, absent=NO_MASS),
         estimate(sums, f"coverage{suffix}", own, null=chance, pool=pool, rate=own, absent=NO_MASS),
-        *_rescaled(sums, own, chance, newest, suffix, pool, all_newest, rate=own),
+        *_rescaled(sums, own, chance, newest, suffix, pool, all_newest, own),
     )
 
 
@@ -144,7 +153,7 @@ def _rescaled(
     suffix: str,
     pool: Sequence[str],
     no_window: str,
-    rate: Statistic | None = None,
+    rate: Statistic | None,
 ) -> list[pd.DataFrame]:
     over_chance, over_window = rescaled(own, chance), rescaled(own, newest)
     random, window = f"coverage_over_random{suffix}", f"coverage_over_window{suffix}"

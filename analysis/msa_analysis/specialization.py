@@ -9,9 +9,10 @@ would give), documents, reason (why a number is "not defined", i.e. NaN). `pool`
 over before the interval is taken: ("proxy",) gives a number a layer, ("layer", "proxy") one a run.
 
 Student's t has the freedom of the documents that have a case, as at a place that only long ones reach. Where a metric
-is a rate, the interval is not defined at exactly 0 or 1, nor where it would rest on fewer than two documents; that of a
-squared statistic (information, variance share) needs six. That every metric recovers planted answers, and how often its
-interval covers and its null is rejected, is measured in `experiments/planted`.
+is a rate, the interval allows for skewness (`statistics.jackknife_skewed`), so that its ends are not equally far; it is
+not defined at exactly 0 or 1, with fewer than four documents that have a case, nor where it would rest on fewer than
+two. That of a squared statistic (information, variance share) needs six documents. That every metric recovers planted
+answers, and how often its interval covers and its null is rejected, is measured in `experiments/planted`.
 
 By subject: `profiles` (where proxies look), `fidelity` (do they find what their heads want), `overlaps` (are choices
 alike), `division` (do proxies divide the labour), `heads` (do the heads differ), `training` (since when; collapse).
@@ -19,7 +20,7 @@ Across runs: `replication`.
 """
 
 # pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations

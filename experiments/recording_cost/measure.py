@@ -1,7 +1,7 @@
 """Measures what recording selections adds to training, and writes the numbers beside this file.
 
     python experiments/recording_cost/measure.py demo        the demo's MSA model and schedule
-    python experiments/recording_cost/measure.py default     a RunConfig without any field set: 40 records in 400 steps
+    python experiments/recording_cost/measure.py default     a RunConfig with no field set: 40 records in 1,000 steps
     python experiments/recording_cost/measure.py flex_30m    the model of experiments/flex_30m, for a GPU
 
 A few steps are trained, half of them in the warm-up phase, once with a record after nearly every step and once without

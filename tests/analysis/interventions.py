@@ -73,19 +73,22 @@ def repeating(documents: int, seed: int = 0) -> Batch:
 def recall_run(root: Path, *, model: dict[str, Any] | None = None, finish: bool = True) -> Run:
     """A folder with an untrained model of the recall task, finished or not."""
     recall = RecallConfig(block_size=8, num_keys=16, pairs=8)
-    return _folder(root, DataConfig(source="recall", context_length=128, recall=recall), model, finish, root)
+    return folder(root, DataConfig(source="recall", context_length=128, recall=recall), model, root, finish=finish)
 
 
 def text_run(root: Path, corpus: Path, *, model: dict[str, Any] | None = None, **data: Any) -> Run:
     """The same for text, whose tokens are kept in `root / "cache"`."""
     text = DataConfig(source="text", path=str(corpus), context_length=128, validation_fraction=0.3, **data)
-    return _folder(root, text, model, True, root / "cache")
+    return folder(root, text, model, root / "cache")
 
 
-def _folder(root: Path, data: DataConfig, model: dict[str, Any] | None, finish: bool, cache: Path) -> Run:
+def folder(
+    root: Path, data: DataConfig, model: dict[str, Any] | None, cache: Path, *, finish: bool = True, **train: Any
+) -> Run:
+    """A folder with an untrained model of sharp weights, finished or not."""
     opened = open_data(data, cache)
     changed = replace(MODEL, vocab_size=opened.vocab_size, **(model or {}))
-    config = RunConfig(study="tiny", model=changed, train=TRAIN, data=data)
+    config = RunConfig(study="tiny", model=changed, train=replace(TRAIN, **train), data=data)
     run = folders.finished(root, config, quality=2.0, corpus_hash=opened.hash)
     run.write_json("environment.json", {"corpus": {"hash": opened.hash}})
     save_file(sharp(Transformer(changed)).state_dict(), run.path / "model.safetensors")

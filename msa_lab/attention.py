@@ -7,14 +7,17 @@ interventions hook in: a forward hook on `select` that returns another Selection
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Int32, Int64
 from msa_kernels import Selection, dense_attention, dense_proxy_kl, msa_attention, select_blocks, sparse_attention
 from msa_kernels.selection import random_selection, row_keys, window_selection
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from msa_lab.config import ModelConfig
+from msa_lab.config_model import HAVE_PROXIES
 
 Rotation = tuple[Float[Tensor, "#batch sequence 1 half"], Float[Tensor, "#batch sequence 1 half"]]
 
@@ -35,6 +38,14 @@ class Context:
     """False in the warm-up phase: msa layers attend densely."""
     with_kl: bool
     """Compute the proxies' KL."""
+
+
+class Carried(NamedTuple):
+    """What a layer hands to those behind it that share its choice."""
+
+    proxies: tuple[Float[Tensor, "batch sequence proxy dim"], Float[Tensor, "batch sequence key dim"]]
+    selection: Selection | None
+    """None in a training step of the warm-up phase."""
 
 
 def rotation(positions: Int[Tensor, "#batch sequence"], dim: int, theta: float) -> Rotation:
@@ -64,9 +75,18 @@ class Heads(nn.Module):
         self.norm = nn.RMSNorm(dim, eps=1e-6) if norm else None
 
     def forward(
-        self, x: Float[Tensor, "batch sequence width"], by: Rotation | None
-    ) -> Float[Tensor, "batch sequence heads dim"]:
-        projected = self.projection(x).unflatten(-1, self.shape)
+        self,
+        x: Float[Tensor, "batch sequence width"],
+        by: Rotation | None,
+        order: Int64[Tensor, " heads_out"] | None = None,
+    ) -> Float[Tensor, "batch sequence heads_out dim"]:
+        """`order` names the head that stands in each place (one may stand in several); None leaves them as they are."""
+        weight, shape = self.projection.weight, self.shape
+        if order is not None:
+            # Of the weights, not of the heads: it moves little, and its gradient is a short sum in a fixed order.
+            weight = weight.unflatten(0, shape).index_select(0, order).flatten(0, 1)
+            shape = (len(order), shape[1])
+        projected = F.linear(x, weight).unflatten(-1, shape)
         if self.norm is None and by is None:
             return projected
         wide = projected.to(torch.promote_types(projected.dtype, torch.float32))
@@ -114,6 +134,18 @@ class ProxySelect(nn.Module):
             num_sink_blocks=self.config.num_sink_blocks,
             backend=self.backend,
         )
+
+
+class SharedSelect(nn.Module):
+    """The choice of an earlier layer once more; the proxies are there for those who look."""
+
+    def forward(
+        self,
+        q_proxy: Float[Tensor, "batch sequence proxy dim"],
+        k_proxy: Float[Tensor, "batch sequence key dim"],
+        selection: Selection,
+    ) -> Selection:
+        return Selection(*selection)  # a value of its own, so that another may take its place in this layer alone
 
 
 class RuleSelect(nn.Module):
@@ -169,37 +201,81 @@ class Core(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of one of the four kinds of `ModelConfig.attention`."""
+    """Grouped-query attention of one of the kinds of `ModelConfig.attention`.
+
+    A proxy serves adjacent heads. In a `regrouped` layer the heads stand in an order of their own, `head_order`, from
+    the projections on, each with a key and value head to itself; the output projection knows the order. All that is
+    behind it (kernels, instruments) then meets adjacent heads. The price: keys and values are made once per query
+    head, and no two heads share keys in the kernels.
+
+    A `shared` layer reads the choice of the layer before it, and its heads are a teacher of the proxies that made it:
+    the loss of such proxies is the sum of their KLs to all layers that read by them.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, backend: str | None) -> None:
         super().__init__()
-        self.kind = config.attention_kinds[layer]
+        kinds = config.attention_kinds
+        self.kind = kinds[layer]
+        self.lends = "shared" in kinds[layer + 1 : layer + 2]
         self.detach = config.detach_proxy_input
         width, dim = config.d_model, config.head_dim
         self.query = Heads(width, config.num_query_heads, dim, norm=config.qk_norm)
         self.key = Heads(width, config.num_kv_heads, dim, norm=config.qk_norm)
         self.value = Heads(width, config.num_kv_heads, dim, norm=False)
-        if self.kind == "msa":
+        if self.kind in HAVE_PROXIES:
             self.proxy = Proxy(config)
             self.select = ProxySelect(config, backend)
+        elif self.kind == "shared":
+            self.select = SharedSelect()
         elif self.kind != "dense":
             self.select = RuleSelect(config, layer, random=self.kind == "random")
+        order = torch.arange(config.num_query_heads) if self.kind == "regrouped" else None
+        self.head_order: Int64[Tensor, " heads"] | None
+        self.register_buffer("head_order", order)
+        self.share = config.num_query_heads // config.num_kv_heads
         self.core = Core(backend)
         self.output = nn.Linear(config.num_query_heads * dim, width, bias=False)
 
     def forward(
-        self, x: Float[Tensor, "batch sequence width"], context: Context
-    ) -> tuple[Float[Tensor, "batch sequence width"], Float[Tensor, " proxy"] | None]:
-        """The layer's output, and the KL of each proxy where there are proxies and it is wanted."""
-        q, k = self.query(x, context.rotation), self.key(x, context.rotation)
-        v = self.value(x, None)
-        proxies = selection = None
-        if self.kind == "msa":
-            proxies = self.proxy(x.detach() if self.detach else x, context.proxy_rotation)
-            # In warm-up a training step has no use for the choice; an evaluation records what it would be.
-            if context.sparse or not self.training:
-                selection = self.select(*proxies, context.cu_seqlens)
-        elif self.kind != "dense":
-            selection = self.select(q, context)
+        self, x: Float[Tensor, "batch sequence width"], context: Context, carried: Carried | None = None
+    ) -> tuple[Float[Tensor, "batch sequence width"], Float[Tensor, " proxy"] | None, Carried | None]:
+        """The layer's output, the KL of each proxy where there are proxies and it is wanted, and what it lends."""
+        order = self.head_order
+        keys = None if order is None else order // self.share
+        q, k = self.query(x, context.rotation, order), self.key(x, context.rotation, keys)
+        v = self.value(x, None, keys)
+        proxies, selection = self._choose(x, q, context, carried)
         out, kl = self.core(q, k, v, selection, proxies, context)
-        return self.output(out.flatten(2)), kl
+        lent = None if proxies is None or not self.lends else Carried(proxies, selection)
+        if order is None:
+            return self.output(out.flatten(2)), kl, lent
+        weight = self.output.weight.unflatten(1, out.shape[2:]).index_select(1, order).flatten(1)
+        return F.linear(out.flatten(2), weight), kl, lent
+
+    def _choose(
+        self, x: Tensor, q: Tensor, context: Context, carried: Carried | None
+    ) -> tuple[tuple[Tensor, Tensor] | None, Selection | None]:
+        """The proxies' queries and keys, and the selection; None for what the layer does not have."""
+        if self.kind == "dense":
+            return None, None
+        if isinstance(self.select, RuleSelect):
+            return None, self.select(q, context)
+        # In warm-up a training step has no use for the choice; an evaluation records what it would be.
+        wanted = context.sparse or not self.training
+        if self.kind == "shared":
+            assert carried is not None
+            return carried.proxies, self.select(*carried.proxies, carried.selection) if wanted else None
+        proxies = self.proxy(x.detach() if self.detach else x, context.proxy_rotation)
+        return proxies, self.select(*proxies, context.cu_seqlens) if wanted else None
+
+    @torch.no_grad()
+    def regroup(self, num_proxies: int, generator: torch.Generator) -> None:
+        """Draw which heads each proxy serves: any groups of equal size but the adjacent heads."""
+        assert self.head_order is not None
+        heads = torch.arange(len(self.head_order))
+        as_is = {tuple(group) for group in heads.view(num_proxies, -1).tolist()}
+        while True:
+            drawn = heads[torch.randperm(len(heads), generator=generator)].view(num_proxies, -1).sort(1).values
+            if {tuple(group) for group in drawn.tolist()} != as_is:
+                self.head_order.copy_(drawn.flatten())
+                return

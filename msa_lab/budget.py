@@ -5,9 +5,8 @@ Nothing here builds a model; a test holds the formulas against the built one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 from msa_lab.config import RunConfig, density
@@ -43,13 +42,12 @@ def count_parameters(config: ModelConfig) -> Parameters:
     count as norm, those on the proxies as proxy, so that `proxy` is all that a model without proxies lacks.
     """
     c = config
-    msa_layers = c.attention_kinds.count("msa")
     gains = 2 * c.d_model + (2 * c.head_dim if c.qk_norm else 0)
     proxy_gains = 2 * c.proxy_dim if c.qk_norm else 0
     return Parameters(
         embedding=c.vocab_size * c.d_model * (1 if c.tie_embeddings else 2),
         attention=c.num_layers * _attention_weights(c),
-        proxy=msa_layers * (_proxy_weights(c) + proxy_gains),
+        proxy=len(c.proxy_layers) * (_proxy_weights(c) + proxy_gains),
         mlp=sum(3 * c.d_model * width for width in c.mlp_widths),
         norm=c.num_layers * gains + c.d_model,
     )
@@ -106,24 +104,27 @@ def flops_per_token(
       to the proxies' queries and keys, twice the proxies' scores.
     - Backward of everything else is twice its forward. The proxies' projections have a gradient to their weights only
       when their input is detached, so once their forward.
+    - Regrouped layers make keys and values once per query head; shared layers choose nothing but have a KL.
     - Work done again to save memory (a fused kernel's scores, activation checkpointing) is not counted.
-    - In the warm-up, MSA layers attend densely and nothing is selected; window and random layers are as ever.
+    - In the warm-up, layers that proxies serve attend densely and nothing is selected; window and random layers are as
+      ever.
     """
     c = config
     causal = (context_length + 1) / 2
     selected = density(context_length, c.block_size, c.top_k_blocks) * causal
-    msa = c.attention_kinds.count("msa")
-    dense = c.attention_kinds.count("dense") + (msa if phase == "warmup" else 0)
+    choosing, served = len(c.proxy_layers), len(c.served_layers)
+    dense = c.attention_kinds.count("dense") + (served if phase == "warmup" else 0)
     keys = dense * causal + (c.num_layers - dense) * selected
     proxy_score = 2 * c.num_proxies * c.proxy_dim
-    kl_keys = msa * (causal if phase == "warmup" else selected)
+    again = c.d_model * c.head_dim * 2 * (c.num_query_heads - c.num_kv_heads) * c.attention_kinds.count("regrouped")
+    kl_keys = served * (causal if phase == "warmup" else selected)
     forward = Flops(
-        projections=2 * c.num_layers * _attention_weights(c),
-        proxy_projections=2 * msa * _proxy_weights(c),
+        projections=2 * (c.num_layers * _attention_weights(c) + again),
+        proxy_projections=2 * choosing * _proxy_weights(c),
         mlp=2 * 3 * c.d_model * sum(c.mlp_widths),
         logits=2 * c.d_model * c.vocab_size,
         attention=4 * c.num_query_heads * c.head_dim * keys,
-        proxy_scoring=0 if phase == "warmup" else msa * proxy_score * causal,
+        proxy_scoring=0 if phase == "warmup" else choosing * proxy_score * causal,
         kl=0,
     )
     training = Flops(
@@ -138,26 +139,25 @@ def flops_per_token(
     return TokenFlops(forward, training)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unmatched(RunConfig):
+    """An arm that `match` could not bring to the common number of parameters: it is reported, and never trained."""
+
+    reason: str
+    """Why, and what would help."""
+
+
 def match(runs: Sequence[RunConfig]) -> list[RunConfig]:
     """Give every arm the total of the largest one by widening MLPs.
 
     Units are spread evenly over the layers, the first ones taking the remainder, in multiples of 8 where that leaves
-    less than 0.1 % of the total, else of 4, 2 or 1. An arm that others fork from stays as it is.
-
-    Raises:
-        ValueError: No width comes within 0.1 %, or a fork would be narrower than its stem.
+    less than 0.1 % of the total, else of 4, 2 or 1. An arm that others fork from stays as it is. An arm that no width
+    brings within 0.1 %, or that would be narrower than its stem, comes back as `Unmatched`, so that a sweep names it
+    among the failed and trains the others.
     """
     stems = _stems(runs)
     target = _target(runs, stems)
-    matched = [run if arm_folder(run) in stems else _widened(run, target) for run in runs]
-    for run in matched:
-        stem = stems.get(run.train.fork_from)
-        if stem is not None and any(a < b for a, b in zip(run.model.mlp_widths, stem.model.mlp_widths, strict=True)):
-            raise ValueError(
-                f"{run.arm}: model.mlp_width={run.model.mlp_width}: a fork may only be wider than its stem "
-                f"{stem.arm}; try {stem.model.mlp_width}"
-            )
-    return matched
+    return [run if arm_folder(run) in stems else _widened(run, target, stems.get(run.train.fork_from)) for run in runs]
 
 
 def _stems(runs: Sequence[RunConfig]) -> dict[str, RunConfig]:
@@ -170,23 +170,35 @@ def _target(runs: Sequence[RunConfig], stems: dict[str, RunConfig]) -> int:
     return max((count_parameters(run.model).total for run in arms), default=0)
 
 
-def _widened(run: RunConfig, target: int) -> RunConfig:
+def _widened(run: RunConfig, target: int, stem: RunConfig | None) -> RunConfig:
     model, widths = run.model, run.model.mlp_widths
     need = target - count_parameters(model).total
     for step in (8, 4, 2, 1):
         steps, quantum = round(need / (3 * model.d_model * step)), 3 * model.d_model * step
         if any(width % step for width in widths) or abs(need - steps * quantum) >= TOLERANCE * target:
             continue
-        if steps == 0:
-            return run
         each, more = divmod(steps, model.num_layers)
         wider = tuple(width + step * (each + (layer < more)) for layer, width in enumerate(widths))
-        return replace(run, model=replace(model, mlp_width=wider if len(set(wider)) > 1 else wider[0]))
+        if stem is not None and any(a < b for a, b in zip(wider, stem.model.mlp_widths, strict=True)):
+            return _unmatched(
+                run,
+                f"model.mlp_width={_widths(wider)}: a fork may only be wider than its stem {stem.arm}; "
+                f"try {stem.model.mlp_width}",
+            )
+        width = wider if len(set(wider)) > 1 else wider[0]
+        return run if wider == widths else replace(run, model=replace(model, mlp_width=width))
     unit = 3 * model.d_model
-    raise ValueError(
-        f"{run.arm}: model.mlp_width={model.mlp_width}: no width comes within {TOLERANCE:.1%} of {target:,} parameters "
-        f"(one unit is {unit:,}); try a proxy_dim or d_model that makes the difference of {need:,} a multiple of it"
+    return _unmatched(
+        run,
+        f"model.mlp_width={model.mlp_width}: no width comes within {TOLERANCE:.1%} of the {target:,} parameters of the "
+        f"largest arm (one unit is {unit:,}); try a proxy_dim or d_model that makes the difference of {need:,} a "
+        "multiple of it",
     )
+
+
+def _unmatched(run: RunConfig, reason: str) -> Unmatched:
+    held = {field.name: getattr(run, field.name) for field in fields(RunConfig)}
+    return Unmatched(**held, reason=reason)
 
 
 class Row(NamedTuple):
@@ -241,7 +253,10 @@ def format_table(runs: Sequence[RunConfig]) -> str:
             f"{row.arm:<16}{row.total:>15,}{row.non_embedding:>15,}{row.proxy:>13,}{compared}"
             f"{flops[row.arm]:>13.3e}  {row.mlp_width}"
         )
-    if any(abs(row.percent) >= 100 * TOLERANCE for row in table(runs) if not row.is_stem):
+    refused = {run.arm: run.reason for run in runs if isinstance(run, Unmatched)}
+    lines += [f"{arm}: cannot be matched: {reason}" for arm, reason in refused.items()]
+    far = [row for row in table(runs) if not row.is_stem and abs(row.percent) >= 100 * TOLERANCE]
+    if any(row.arm not in refused for row in far):
         lines.append(f"not matched to {TOLERANCE:.1%}: let runs() return msa_lab.budget.match(...)")
     return "\n".join(lines)
 
@@ -258,34 +273,7 @@ def format_model(config: ModelConfig, context_length: int) -> str:
         lines.append(f"FLOPs/token {name:<18}{forward:>16,.0f} forward {training:>16,.0f} training")
     if count.proxy:
         arms = [RunConfig(arm="msa", model=config), RunConfig(arm="dense", model=replace(config, attention="dense"))]
-        row = table(match(arms))[1]
-        lines.append(f"dense twin  MLP width {row.mlp_width}: {row.difference:+,} parameters ({row.percent:+.4f} %)")
+        twin, row = match(arms)[1], table(match(arms))[1]
+        told = f"MLP width {row.mlp_width}: {row.difference:+,} parameters ({row.percent:+.4f} %)"
+        lines.append(f"dense twin  {twin.reason if isinstance(twin, Unmatched) else told}")
     return "\n".join(lines)
-
-
-_PEAK_TERAFLOPS = {
-    r"GB[23]00": 2500,
-    r"B[23]00": 2250,
-    r"(H100|H200).*NVL": 835,
-    r"H100.*PCIe": 756,
-    r"(H100|H200|H800|GH200)": 989,
-    r"H20": 148,
-    r"(A100|A800)": 312,
-    r"L40S": 362,
-    r"L40": 181,
-    r"L4": 121,
-    r"RTX 5090": 209.5,
-    r"RTX 4090": 165.2,
-    r"RTX 3090": 71,
-}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s with fp32 accumulation by the vendor's data sheet (never the 2:4-sparse number).
-
-    `device_name` is what `torch.cuda.get_device_name()` returns; None for a device that is not in the table.
-    """
-    for pattern, teraflops in _PEAK_TERAFLOPS.items():
-        if re.search(rf"\b{pattern}\b", device_name):
-            return teraflops * 1e12
-    return None

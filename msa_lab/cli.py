@@ -127,17 +127,25 @@ def _name_left_out(runs: Sequence[Run]) -> None:
 
 
 def _report(args: Namespace) -> int:
+    from msa_analysis.study_page import is_study, write_study
+
     from msa_lab.runs import find
 
+    if studies := [folder for folder in args.runs if is_study(folder)]:
+        if len(args.runs) > 1 or args.viewer:
+            raise ValueError(f"{studies[0]}: is a study, with a page of its own; name it alone and without --viewer")
+        print(f"page: {write_study(studies[0], args.out)}")
+        return 0
     runs = list({run.path: run for folder in args.runs for run in find(folder)}.values())
-    _write_report(runs, Path(args.out))
+    out = Path(args.out or "report.html")
+    _write_report(runs, out)
     if args.viewer:
         from msa_lab.selection_store import FILE
 
         recorded = [run for run in runs if (run.path / FILE).exists()]
         if not recorded:
             raise ValueError("--viewer: none of these runs recorded selections; leave it out, or name one that did")
-        _write_viewer(recorded, Path(args.out).with_name(f"{Path(args.out).stem}-viewer.html"))
+        _write_viewer(recorded, out.with_name(f"{out.stem}-viewer.html"))
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from msa_lab.config import DataConfig, RunConfig
-from msa_lab.config_io import from_dict
+from msa_lab.config_io import checked, from_dict
 from msa_lab.config_model import ModelConfig
 from msa_lab.slurm_options import SlurmOptions
 
@@ -46,13 +46,10 @@ def explain(message: str, parsers: dict[str, ArgumentParser], arguments: Sequenc
         key = unknown[1] or unknown[2]
         known = [action.dest for action in parsers[command]._actions if action.dest not in ("help", "print_config")]
         return f"{key}: unknown key; did you mean {_nearest(key, known)}?"
-    value = re.search(r'Parser key "([\w.]+)":.*(?:Got value|Given value): (.*)', message, re.DOTALL)
-    if value and value[1].split(".")[0] in RunConfig.__dataclass_fields__:
-        plain: Any = value[2]
-        for part in reversed(value[1].split(".")):
-            plain = {part: plain}
+    value = re.search(r'Parser key "([\w.]+)"[^:]*:.*(?:Got value|Given value): (.*)', message, re.DOTALL)
+    if value and command in parsers:
         try:
-            from_dict(plain)
+            _check(value[1], value[2], parsers[command])
         except ValueError as error:
             return str(error)
     files = " or ".join(
@@ -65,6 +62,18 @@ def explain(message: str, parsers: dict[str, ArgumentParser], arguments: Sequenc
     if message.startswith("'utf-8' codec"):
         return f"{files}: is not UTF-8 text; try a run folder's config.yaml"
     return message
+
+
+def _check(key: str, text: str, parser: ArgumentParser) -> None:
+    """Refuse `text` with the rule of what `key` names: a field of a run, or else an option."""
+    if key.split(".")[0] in RunConfig.__dataclass_fields__:
+        plain: Any = text
+        for part in reversed(key.split(".")):
+            plain = {part: plain}
+        from_dict(plain)
+    for action in parser._actions:
+        if action.dest == key and (hint := getattr(action, "_typehint", None)):
+            checked(text, hint, key, action.default)
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:
@@ -144,9 +153,14 @@ def _evaluate(parser: ArgumentParser) -> None:
 
 
 def _report(parser: ArgumentParser) -> None:
-    """Write one self-contained HTML file about finished runs: those below the given folders."""
-    parser.add_argument("runs", nargs="+", help="Run folders, or folders that hold some.")
-    parser.add_argument("--out", default="report.html", help="The file to write.")
+    """Write one self-contained HTML file about finished runs: those below the given folders.
+
+    Of a study's folder whose results/ holds tables of its seeds (`experiments/run_seed.py` makes them), such as
+    experiments/proxies, write instead results.md and figures/, from these tables alone.
+    """
+    parser.add_argument("runs", nargs="+", help="Run folders, or folders that hold some; or one study's folder.")
+    text = "The file to write (report.html); of a study the folder (its own)."
+    parser.add_argument("--out", type=str | None, default=None, help=text)
     _viewer(parser, "OUT-viewer.html, without .html in OUT")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from msa_lab.config_model import ModelConfig, at_least, divisors, require, share
+from msa_lab.config_model import ModelConfig, at_least, divisors, finite, require, share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,12 @@ class RecallConfig:
     """Share of questions whose answer is the value of the key that the first value names."""
     overwrite_fraction: float = 0.0
     """Share of keys shown twice with different values; the later one is the answer."""
+    distances: tuple[int, ...] = ()
+    """Distances in blocks that answers lie at, each as likely, in rows whose blocks all show equally many pairs at the
+    same places: where an answer lies can then be told by distance and by key alone. Empty: near_fraction decides."""
+    coded_from: int = 0
+    """With distances: an answer at this distance or beyond is given in code, value i as value i + num_keys / 2 (modulo
+    num_keys), so that a head cannot read near and far answers alike; 0 gives every answer plainly."""
     block_size: int = 16
     """Tokens per block; must equal the model's, so that distances mean the same."""
 
@@ -35,6 +41,21 @@ class RecallConfig:
         at_least(1, self, "data.recall", "num_keys", "pairs", "near_blocks", "block_size")
         rule = f"a key is shown once per context, so pairs cannot exceed num_keys={self.num_keys}"
         require(self.pairs <= self.num_keys, "data.recall.pairs", self.pairs, rule, str(self.num_keys))
+        self._check_distances()
+
+    def _check_distances(self) -> None:
+        distinct = tuple(sorted({distance for distance in self.distances if distance >= 1}))
+        rule = "must be 1 or more blocks each, ascending, none twice"
+        require(self.distances == distinct, "data.recall.distances", self.distances, rule, str(distinct or (1, 2, 3)))
+        at_least(0, self, "data.recall", "coded_from")
+        for name in ("near_fraction", "near_blocks", "two_hop_fraction", "overwrite_fraction"):
+            value, default = getattr(self, name), getattr(RecallConfig, name)
+            rule = f"is not read with distances={self.distances}"
+            require(not self.distances or value == default, f"data.recall.{name}", value, rule, repr(default))
+        rule = "is read with distances only"
+        require(bool(self.distances) or not self.coded_from, "data.recall.coded_from", self.coded_from, rule, "0")
+        ok = self.num_keys > 1 or not self.coded_from
+        require(ok, "data.recall.num_keys", self.num_keys, f"coded_from={self.coded_from} needs a second value", "2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +100,7 @@ class DataConfig:
 class TrainConfig:
     """How long and how to train. All step numbers are optimizer steps counted from the stem's first one."""
 
-    steps: int = 400
+    steps: int = 1000
     """Length of the learning-rate schedule; a run ends here unless stop_at is earlier."""
     stop_at: int = 0
     """End before the schedule does, as a stem does whose forks go on; 0 means `steps`."""
@@ -138,6 +159,9 @@ class TrainConfig:
         at_least(0, self, "train", "lr", "proxy_lr", "clip", "proxy_clip", "kl_weight", "weight_decay")
         at_least(0, self, "train", "proxy_warmup_steps", "fork_step", "stop_at", "warmup_steps")
         share(self, "train", "decay_fraction", "min_lr_ratio")
+        read = self.schedule == "wsd" or self.decay_fraction == TrainConfig.decay_fraction
+        rule = f"is not read with schedule={self.schedule}"
+        require(read, "train.decay_fraction", self.decay_fraction, rule, str(TrainConfig.decay_fraction))
         rule = f"must divide batch_size={self.batch_size}"
         fix = divisors(self.batch_size)
         require(self.batch_size % self.accumulate == 0, "train.accumulate", self.accumulate, rule, fix)
@@ -166,11 +190,12 @@ class SelectionConfig:
     """What is recorded of the proxies' choices while training, on fixed validation documents."""
 
     records: int = 40
-    """Records a run, spread evenly; the start and the end are always among them. 0 records nothing."""
+    """Records a run, spread evenly; the start and the end are always among them. 0 records nothing, whatever the other
+    fields of the log say."""
     documents: int = 8
     """Probe documents, one row each."""
     query_stride: int = 1
-    """Record every n-th query position; 1 records all."""
+    """Record every n-th query position; 1 records all. Below model.block_size: blocks are seen at several places."""
     teacher: bool = True
     """Also record the groups' own top blocks from dense attention on the same weights, and what they would see."""
 
@@ -189,7 +214,7 @@ class RunConfig:
     arm: str = "msa"
     """Name of this variant in tables and figures; runs of an arm differ only in seed."""
     seed: int = 0
-    """Decides initial weights, data order and random blocks."""
+    """Decides initial weights, data order and random blocks; below 2**32."""
     backend: Literal["auto", "reference", "flex", "cute"] = "auto"
     """Kernel path; auto takes the best that works here, and the run's environment.json says which and why."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -207,10 +232,18 @@ class RunConfig:
             ok = bool(value) and all(c.isalnum() or c in "._-" for c in value) and value[0] not in ".-"
             require(ok, name, value, "names a folder: letters, digits, '.', '_' and '-'", "msa_p4")
         require(self.seed >= 0, "seed", self.seed, "must be at least 0", "0")
+        require(self.seed < 2**32, "seed", self.seed, "must lie below 2**32", str(self.seed % 2**32))
+        finite(self)
+        self._check_stride()
         if self.data.source == "recall":
             rule = f"must equal model.block_size={self.model.block_size}, so that distances mean the same"
             value = self.data.recall.block_size
             require(value == self.model.block_size, "data.recall.block_size", value, rule, str(self.model.block_size))
+
+    def _check_stride(self) -> None:
+        stride, size = self.selections.query_stride, min(self.model.block_size, self.data.context_length)
+        rule = f"must lie below a block's tokens in a row ({size}), or one query of a block is recorded at most"
+        require(stride == 1 or stride < size, "selections.query_stride", stride, rule, str(max(size // 2, 1)))
 
     @property
     def density(self) -> float:

@@ -46,12 +46,16 @@ def from_dict(plain: dict[str, Any], cls: type = RunConfig, at: str = "") -> Any
         if is_dataclass(hint):
             values[name] = from_dict({} if value is None else value, typing.cast(type, hint), f"{at}{name}.")
         else:
-            values[name] = _checked(value, hint, f"{at}{name}")
+            values[name] = checked(value, hint, f"{at}{name}", known[name].default)
     return cls(**values)
 
 
-def _checked(value: Any, hint: Any, name: str) -> Any:
-    """`value` as the field's type; YAML has no tuples and writes 1.0 as 1."""
+def checked(value: Any, hint: Any, name: str, default: Any) -> Any:
+    """`value` as the type that `hint` says; YAML has no tuples and writes 1.0 as 1.
+
+    Raises:
+        ValueError: It is of another type; the line ends with `default` as the way out.
+    """
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     for option in options:
         origin = typing.get_origin(option)
@@ -59,21 +63,25 @@ def _checked(value: Any, hint: Any, name: str) -> Any:
             return value
         if origin is tuple and isinstance(value, list | tuple):
             item = typing.get_args(option)[0]
-            return tuple(_checked(v, item, name) for v in value)
+            return tuple(checked(v, item, name, default) for v in value)
         if option is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         if origin is None and isinstance(option, type) and type(value) is option:
             return value
-    raise ValueError(f"{name}={value!r}: must be {_describe(hint)}")
+    way_out = "leave it out" if default is None else f"try {default!r}"
+    ending = "" if typing.get_origin(hint) is Literal else f"; {way_out}"
+    raise ValueError(f"{name}={value!r}: must be {_describe(hint)}{ending}")
 
 
 def _describe(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_describe(option) for option in typing.get_args(hint))
+        return " or ".join(_describe(option) for option in typing.get_args(hint) if option is not type(None))
+    if typing.get_origin(hint) is dict:
+        return "a mapping of names to values, such as {qos: high}"
     if typing.get_origin(hint) is tuple:
         return f"a list of ({_describe(typing.get_args(hint)[0])})"
-    return {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}.get(
+    return {"int": "a whole number", "float": "a finite number", "str": "text", "bool": "true or false"}.get(
         getattr(hint, "__name__", ""), str(hint)
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import typing
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal
 
-AttentionKind = Literal["dense", "msa", "window", "random"]
+AttentionKind = Literal["dense", "msa", "window", "random", "regrouped", "shared"]
+HAVE_PROXIES = ("msa", "regrouped")
+"""Kinds of layers with proxies of their own."""
 
 
 def require(ok: bool, field_name: str, value: object, rule: str, fix: str) -> None:
@@ -24,6 +27,16 @@ def share(config: object, section: str, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(0.0 <= value <= 1.0, f"{section}.{name}", value, "is a share from 0 to 1", "0.1")
+
+
+def finite(config: Any, section: str = "") -> None:
+    """Refuse infinity and NaN in any number of a config, also of the configs within it."""
+    for one in fields(config):
+        name, value = section + one.name, getattr(config, one.name)
+        if is_dataclass(value):
+            finite(value, f"{name}.")
+        elif isinstance(value, float):
+            require(math.isfinite(value), name, value, "must be a finite number", repr(one.default))
 
 
 def divisors(n: int) -> str:
@@ -56,7 +69,9 @@ class ModelConfig:
     """Use the embedding as the output layer."""
     attention: AttentionKind | tuple[AttentionKind, ...] = "msa"
     """One kind for all layers, or one per layer: dense; msa (proxies choose); window (the most recent blocks, same
-    key budget); random (blocks drawn anew at every step, same key budget)."""
+    key budget); random (blocks drawn anew at every step, same key budget); regrouped (as msa, but each proxy serves
+    heads drawn at random, by seed and layer, across KV heads); shared (reads what the nearest msa layer before it
+    chose, and teaches its proxies too; `share_every` lists the kinds of such a model)."""
     block_size: int = 128
     """Keys per block."""
     top_k_blocks: int = 16
@@ -97,9 +112,10 @@ class ModelConfig:
             all(kind in typing.get_args(AttentionKind) for kind in self.attention_kinds),
             "model.attention",
             self.attention,
-            "must be dense, msa, window or random",
+            f"must be one of {', '.join(typing.get_args(AttentionKind))}",
             "msa",
         )
+        self._check_kinds()
         for name, values, default in (("attention", self.attention, "msa"), ("mlp_width", self.mlp_width, 352)):
             if isinstance(values, tuple):
                 rule = f"needs one value, or one per layer (num_layers={self.num_layers})"
@@ -116,6 +132,18 @@ class ModelConfig:
         rule = f"num_proxies and num_kv_heads={kv} must divide one another"
         require(proxies % kv == 0 or kv % proxies == 0, "model.num_proxies", proxies, rule, str(kv))
 
+    def _check_kinds(self) -> None:
+        kinds = self.attention_kinds
+        for layer, kind in enumerate(kinds):
+            earlier = [other for other in kinds[:layer] if other != "shared"]
+            ok = kind != "shared" or (bool(earlier) and earlier[-1] == "msa")
+            rule = f"layer {layer} shares, so the nearest layer before it that does not must be msa"
+            require(ok, "model.attention", self.attention, rule, repr(share_every(min(2, len(kinds)), len(kinds))))
+        if "regrouped" in kinds:
+            rule = f"regrouped heads need more than one proxy and fewer than num_query_heads={self.num_query_heads}"
+            ok = 1 < self.num_proxies < self.num_query_heads
+            require(ok, "model.num_proxies", self.num_proxies, rule, str(self.num_kv_heads))
+
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """The kind of each layer."""
@@ -125,3 +153,23 @@ class ModelConfig:
     def mlp_widths(self) -> tuple[int, ...]:
         """The MLP width of each layer."""
         return self.mlp_width if isinstance(self.mlp_width, tuple) else (self.mlp_width,) * self.num_layers
+
+    @property
+    def proxy_layers(self) -> tuple[int, ...]:
+        """The layers that have proxies of their own."""
+        return tuple(i for i, kind in enumerate(self.attention_kinds) if kind in HAVE_PROXIES)
+
+    @property
+    def served_layers(self) -> tuple[int, ...]:
+        """The layers whose heads read what proxies chose, and teach them by the KL: those with proxies, and shared."""
+        return tuple(i for i, kind in enumerate(self.attention_kinds) if kind in (*HAVE_PROXIES, "shared"))
+
+
+def share_every(every: int, num_layers: int) -> tuple[AttentionKind, ...]:
+    """`ModelConfig.attention` in which every `every`-th layer, from the first on, chooses for those that follow it.
+
+    Raises:
+        ValueError: `every` is not 1 to `num_layers`.
+    """
+    require(1 <= every <= num_layers, "share_every", every, f"must lie within 1 to num_layers={num_layers}", "2")
+    return tuple("shared" if layer % every else "msa" for layer in range(num_layers))

@@ -7,9 +7,10 @@ import gzip
 import importlib.util
 import io
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -83,27 +84,32 @@ def hf_source(config: DataConfig) -> Source:
     fingerprint = [(str(p.relative_to(name)), p.stat().st_size, p.stat().st_mtime_ns) for p in files] or [config.path]
 
     def read() -> Iterator[Document]:
-        try:
-            import datasets
-        except ImportError:
-            raise ValueError("data.source='hf': needs the datasets package; pip install 'msa-lab[hf]'") from None
-        try:
-            rows = iter(datasets.load_dataset(name, subset or None, split="train", streaming=True))
-            first = next(rows, None)
-        except Exception as error:  # the hub client raises many kinds, all about this name
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"data.path={config.path!r}: cannot read this dataset ({reason})") from None
-        for index, row in enumerate(_chain(first, rows)):
+        for index, row in enumerate(_hf_rows(config, name, subset, on_hub=not local)):
             text = _field(dict(row), config.text_field, f"{label}:{index}")
             yield Document(f"{label}:{index}", label, text)
 
     return Source(fingerprint, lambda: _limited(read(), config.max_bytes))
 
 
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    if first is not None:
-        yield first
-        yield from rest
+def _hf_rows(config: DataConfig, name: str, subset: str, *, on_hub: bool) -> Iterator[Any]:
+    try:
+        import datasets
+        import huggingface_hub
+        from huggingface_hub.utils import HfHubHTTPError
+    except ImportError:
+        raise ValueError("data.source='hf': needs the datasets package; pip install 'msa-lab[hf]'") from None
+    for library in ("datasets", "huggingface_hub"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    try:
+        if on_hub and not huggingface_hub.constants.HF_HUB_OFFLINE:
+            # Without a connection this fails at once, where loading tries again for half a minute. What the hub itself
+            # answers, such as that there is no such dataset, loading says more plainly.
+            with suppress(HfHubHTTPError):
+                huggingface_hub.HfApi().dataset_info(name, timeout=10)
+        yield from datasets.load_dataset(name, subset or None, split="train", streaming=True)
+    except Exception as error:  # the hub client raises many kinds, all about this name
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"data.path={config.path!r}: cannot read this dataset ({reason})") from None
 
 
 def _limited(documents: Iterator[Document], max_bytes: int) -> Iterator[Document]:

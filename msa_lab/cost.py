@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from msa_lab.budget import flops_per_token, peak_flops
+from msa_lab.budget import flops_per_token
 from msa_lab.config import RunConfig
 from msa_lab.runs import Run, arm_folder, complete_lines
 
@@ -129,3 +130,31 @@ def makespan(seconds: Sequence[float], stems: Sequence[int | None], slots: int) 
         free[free.index(min(free))] = ends[first]
         waiting.remove(first)
     return max(ends.values(), default=0.0)
+
+
+_PEAK_TERAFLOPS = {
+    r"GB[23]00": 2500,
+    r"B[23]00": 2250,
+    r"(H100|H200).*NVL": 835,
+    r"H100.*PCIe": 756,
+    r"(H100|H200|H800|GH200)": 989,
+    r"H20": 148,
+    r"(A100|A800)": 312,
+    r"L40S": 362,
+    r"L40": 181,
+    r"L4": 121,
+    r"RTX 5090": 209.5,
+    r"RTX 4090": 165.2,
+    r"RTX 3090": 71,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s with fp32 accumulation by the vendor's data sheet (never the 2:4-sparse number).
+
+    `device_name` is what `torch.cuda.get_device_name()` returns; None for a device that is not in the table.
+    """
+    for pattern, teraflops in _PEAK_TERAFLOPS.items():
+        if re.search(rf"\b{pattern}\b", device_name):
+            return teraflops * 1e12
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields, is_dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,12 @@ def _refuse_unread(config: DataConfig) -> None:
     }
     for name in unread[config.source]:
         value, default = getattr(config, name), getattr(DataConfig(), name)
-        if value != default:
-            raise ValueError(f"data.{name}={value!r}: source={config.source} does not read it; leave it {default!r}")
+        shown = [(name, value, default)]
+        if is_dataclass(value):
+            shown = [(f"{name}.{f.name}", getattr(value, f.name), getattr(default, f.name)) for f in fields(value)]
+        for field, given, plain in shown:
+            if given != plain:
+                raise ValueError(f"data.{field}={given!r}: source={config.source} does not read it; leave it {plain!r}")
 
 
 class Corpus:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from msa_lab.budget import TOLERANCE, table
+from msa_lab.budget import TOLERANCE, Unmatched, table
 from msa_lab.config import RunConfig
 from msa_lab.cost import Assumed, Cost, Estimate, Speeds, makespan, own_cost
 from msa_lab.sweep_jobs import FAILED, FINISHED, Job, plan
@@ -49,12 +49,13 @@ def _share_done(job: Job) -> float:
 
 
 def unmatched(runs: Sequence[RunConfig]) -> list[str]:
-    """A line for each arm whose number of parameters differs from the largest one's."""
+    """A line for each arm that was not matched to the largest one's number of parameters."""
+    refused = {run.arm for run in runs if isinstance(run, Unmatched)}  # told with the other failures
     return [
         f"{row.arm}: {row.total:,} parameters, {row.percent:+.2f} % from the largest arm; "
         "let runs() return msa_lab.budget.match(...) to compare at equal parameters"
         for row in table(runs)
-        if not row.is_stem and abs(row.percent) >= 100 * TOLERANCE
+        if not row.is_stem and row.arm not in refused and abs(row.percent) >= 100 * TOLERANCE
     ]
 
 

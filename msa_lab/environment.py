@@ -22,12 +22,18 @@ def kernel_path(config: RunConfig, device: torch.device) -> tuple[str, str]:
     Raises:
         ValueError: The config asks for a path that cannot be had here.
     """
+    model = config.model
     return select_path(
         device_type=device.type,
         dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
-        head_dim=config.model.head_dim,
-        proxy_dim=config.model.proxy_dim,
-        block_size=config.model.block_size,
+        head_dim=model.head_dim,
+        proxy_dim=model.proxy_dim,
+        block_size=model.block_size,
+        # Regrouped heads have keys to themselves; every path that takes other groups takes groups of one.
+        group_size=1
+        if "regrouped" in model.attention_kinds
+        else model.num_query_heads // max(model.num_proxies, model.num_kv_heads),
+        top_k_blocks=model.top_k_blocks,
         backend=None if config.backend == "auto" else config.backend,
     )
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
-from msa_lab.budget import flops_per_token, peak_flops
+from msa_lab.budget import flops_per_token
 from msa_lab.config import RunConfig, TrainConfig
 from msa_lab.config_io import from_dict
+from msa_lab.cost import peak_flops
 from msa_lab.model import Transformer
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class Learner(L.LightningModule):
         self._norms: dict[str, Tensor] = {}
         self._speed_known = False
 
-    def _losses(self, part: Part, sparse: bool) -> tuple[Float[Tensor, ""], Float[Tensor, "msa_layer proxy"] | None]:
+    def _losses(self, part: Part, sparse: bool) -> tuple[Float[Tensor, ""], Float[Tensor, "served_layer proxy"] | None]:
         output = self.model(
             part.inputs, part.cu_seqlens, sparse=sparse, with_kl=self.train_config.kl_weight > 0, draw=part.draw
         )
@@ -232,7 +233,7 @@ class Learner(L.LightningModule):
             self.logger.log_metrics(metrics, step)
 
     def _kl_metrics(self, values: list[float]) -> dict[str, float]:
-        layers = [i for i, kind in enumerate(self.run_config.model.attention_kinds) if kind == "msa"]
+        layers = self.run_config.model.served_layers
         if not values:
             return {}
         proxies, metrics, total = len(values) // len(layers), {}, 0.0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from msa_lab.attention import Attention, Context, rotation
+from msa_lab.attention import Attention, Carried, Context, rotation
 from msa_lab.config import ModelConfig
 
 
@@ -20,8 +20,8 @@ class Output(NamedTuple):
     """What a forward returns."""
 
     logits: Float[Tensor, "batch sequence vocab"]
-    kl: Float[Tensor, "msa_layer proxy"] | None
-    """KL(teacher || proxy) in nats per layer that has proxies; None where not computed."""
+    kl: Float[Tensor, "served_layer proxy"] | None
+    """KL(teacher || proxy) in nats per layer that proxies serve; None where not computed."""
 
 
 class MLP(nn.Module):
@@ -48,11 +48,11 @@ class Layer(nn.Module):
         self.mlp = MLP(config.d_model, config.mlp_widths[layer])
 
     def forward(
-        self, x: Float[Tensor, "batch sequence width"], context: Context
-    ) -> tuple[Float[Tensor, "batch sequence width"], Float[Tensor, " proxy"] | None]:
-        attended, kl = self.attention(self.attention_norm(x), context)
+        self, x: Float[Tensor, "batch sequence width"], context: Context, carried: Carried | None
+    ) -> tuple[Float[Tensor, "batch sequence width"], Float[Tensor, " proxy"] | None, Carried | None]:
+        attended, kl, lent = self.attention(self.attention_norm(x), context, carried)
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), kl
+        return x + self.mlp(self.mlp_norm(x)), kl, lent
 
 
 class Transformer(nn.Module):
@@ -102,12 +102,13 @@ class Transformer(nn.Module):
             draw: A number per row for layers of kind `random`; the row's index where not given.
         """
         context = self._context(tokens, cu_seqlens, sparse, with_kl, draw)
-        x, kls = self.embedding(tokens), []
+        x, kls, lent = self.embedding(tokens), [], None
         for layer in self.layers:
             if self.activation_checkpointing and self.training:
-                x, kl = checkpoint(layer, x, context, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
+                made = checkpoint(layer, x, context, lent, use_reentrant=False)
+                x, kl, lent = made  # pyright: ignore[reportGeneralTypeIssues]
             else:
-                x, kl = layer(x, context)
+                x, kl, lent = layer(x, context, lent)
             if kl is not None:
                 kls.append(kl)
         weight = self.embedding.weight if self.head is None else self.head.weight
@@ -137,16 +138,25 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Normal weights of deviation 0.02, those that write to the residual stream smaller by sqrt(2 layers)."""
+        """Normal weights of deviation 0.02, those that write to the residual stream smaller by sqrt(2 layers).
+
+        Also draws which heads the proxies of `regrouped` layers serve.
+        """
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 continue
             writes = name.endswith(("attention.output.weight", "mlp.down.weight"))
             std = 0.02 / (2 * self.config.num_layers) ** 0.5 if writes else 0.02
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-            parameter.copy_(torch.normal(0.0, std, parameter.shape, generator=generator))
+            parameter.copy_(torch.normal(0.0, std, parameter.shape, generator=_generator(seed, name)))
+        for name, module in self.named_modules():
+            if isinstance(module, Attention) and module.head_order is not None:
+                module.regroup(self.config.num_proxies, _generator(seed, f"{name}.head_order"))
 
     def proxy_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The named parameters that only the KL trains."""
         return [(name, p) for name, p in self.named_parameters() if ".proxy." in name]
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

@@ -115,9 +115,14 @@ class Run:
         with (self.path / ".lock").open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise ValueError(
                     f"{self.path}: another process is training this run; wait for it or stop it first"
+                ) from None
+            except OSError as error:
+                raise ValueError(
+                    f"{file.name}: this file system cannot lock a file ({error.strerror}), so that two processes could "
+                    "write into one folder; give a --root on another one"
                 ) from None
             for partial in self.path.glob(".*.partial"):
                 # Left by a process that was killed while it wrote; now nobody does.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from msa_lab.budget import Unmatched
 from msa_lab.callbacks import WholeCheckpoints
 from msa_lab.config import RunConfig
 from msa_lab.config_io import to_dict
@@ -69,8 +70,10 @@ def _check_study(config: RunConfig, run: Run, data: Data) -> None:
 
 
 def check(config: RunConfig, devices: int) -> None:
-    """Refuse a batch that does not divide among the devices; warn where sparse attention would be dense."""
+    """Refuse an unmatched arm, or a batch that does not divide among the devices."""
     train = config.train
+    if isinstance(config, Unmatched):
+        raise ValueError(f"{config.arm}: {config.reason}")
     if devices < 1:
         raise ValueError(f"devices={devices}: must be at least 1; try 1")
     if torch.cuda.is_available() and devices > torch.cuda.device_count():
@@ -80,6 +83,10 @@ def check(config: RunConfig, devices: int) -> None:
             f"train.batch_size={train.batch_size}: must be a multiple of devices x accumulate = "
             f"{devices * train.accumulate}; try {devices * train.accumulate}"
         )
+
+
+def warn_if_dense(config: RunConfig) -> None:
+    """Say so where a sparse run would read nearly everything."""
     if config.hides_sparsity:
         warnings.warn(
             f"{config.model.top_k_blocks} blocks of {config.model.block_size} cover {config.density:.1%} of the causal "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from msa_lab.budget import Unmatched
 from msa_lab.config import RunConfig
 from msa_lab.runs import Run, arm_folder, write_atomically
 from msa_lab.stem import check_fork, stem_of
@@ -80,7 +81,9 @@ def plan(runs: Sequence[RunConfig], root: str | Path) -> list[Job]:
 
 
 def _problem(job: Job, root: str | Path) -> str:
-    """Why a fork cannot go on from its stem, told before hours are spent on the stem."""
+    """Why a run cannot be compared or go on from its stem, told before hours are spent on the stem."""
+    if isinstance(job.config, Unmatched):
+        return job.config.reason
     if (job.run.path / "last.ckpt").exists():  # it has left its stem behind
         return ""
     try:

@@ -53,6 +53,11 @@ class Recall:
     hop (either one); the other hop is log-uniform up to there. An overwritten key is shown with another value in
     an earlier block too.
 
+    With `distances` every block begins with equally many pairs, and the rest of each block from the farthest distance
+    on is questions: one of the distances each, uniformly, and one of the pairs that stand there. All distances are
+    then open to every question, a key may be asked for more than once or never, and nothing but the key tells which
+    of them it is. An answer at `coded_from` or beyond is given as value i + num_keys / 2 (modulo num_keys).
+
     Attributes:
         hash: Over the task's shape and context_length.
         manifest: The shape and the counts, as plain values.
@@ -79,8 +84,14 @@ class Recall:
         overwritten = round(shape.overwrite_fraction * shape.pairs)
         self._overwritten = np.zeros(shape.pairs, dtype=bool)
         self._overwritten[np.linspace(0, shape.pairs - 1, overwritten).round().astype(int)] = True
-        self._check()
+        if shape.distances:
+            self._check_even()
+            self._questions = (self._blocks - shape.distances[-1]) * (self._slots - shape.pairs // self._blocks)
+        else:
+            self._check()
         plain = {"source": "recall", "version": VERSION, "context_length": self._length, **asdict(shape)}
+        if not shape.distances:
+            del plain["distances"], plain["coded_from"]  # rows without them are what they were before there were any
         self.hash = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
         counts = {"questions": self._questions, "two_hop_questions": self._two_hop, "overwritten_keys": overwritten}
         self.manifest: dict[str, Any] = plain | counts
@@ -107,6 +118,19 @@ class Recall:
             fewer = int(shape.pairs * places / (2 * taken))
             fix = f"data.context_length={longer}" + (f" or pairs={fewer}" if fewer else "")
             raise ValueError(f"data.recall.pairs={shape.pairs}: {rule}; try {fix}")
+
+    def _check_even(self) -> None:
+        shape, size, blocks = self._shape, self._shape.block_size, self._blocks
+        if size < 4:
+            rule = f"with distances={shape.distances} a block holds a pair and a question, two tokens each"
+            raise ValueError(f"data.recall.block_size={size}: {rule}; try 16")
+        if blocks <= shape.distances[-1]:
+            rule = f"distances={shape.distances} need {shape.distances[-1] + 1} blocks of {size} tokens, a row holds"
+            fix = (shape.distances[-1] + 1) * size
+            raise ValueError(f"data.context_length={self._length}: {rule} {blocks}; try {fix}")
+        if shape.pairs % blocks or shape.pairs // blocks >= self._slots:
+            rule = f"with distances each of the {blocks} blocks holds equally many, 1 to {self._slots - 1}"
+            raise ValueError(f"data.recall.pairs={shape.pairs}: {rule}; try {blocks}, with num_keys at least as many")
 
     def batch(self, seed: int, step: int, batch_size: int) -> Batch:
         """Training rows of one step: a pure function of the arguments."""
@@ -151,8 +175,30 @@ class Recall:
         return self._generate([VALIDATION], VALIDATION_ROWS)
 
     def _generate(self, key: list[int], rows: int) -> _Rows:
-        shape, count = self._shape, self._shape.num_keys
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
+        return self._even(rng, rows) if self._shape.distances else self._scattered(rng, rows)
+
+    def _even(self, rng: np.random.Generator, rows: int) -> _Rows:
+        """Rows whose blocks hold the same at the same places: first pairs, then questions."""
+        shape, count = self._shape, self._shape.num_keys
+        each = shape.pairs // self._blocks
+        places = np.arange(self._blocks)[:, None] * shape.block_size + 2 * np.arange(self._slots)
+        shown, asked = places[:, :each].ravel(), places[shape.distances[-1] :, each:].ravel()
+        keys = np.argsort(rng.random((rows, count)), axis=1)[:, : shape.pairs]
+        values = _below(count, rng.random((rows, shape.pairs)))
+        inputs = 2 * count + 2 + _below(FILLERS, rng.random((rows, self._length)))
+        targets, distance = np.full_like(inputs, IGNORED), np.full_like(inputs, -1)
+        blocks = np.array(shape.distances)[_below(len(shape.distances), rng.random((rows, len(asked))))]
+        pair = (asked // shape.block_size - blocks) * each + _below(each, rng.random(blocks.shape))
+        inputs[:, shown], inputs[:, shown + 1] = keys, count + values
+        inputs[:, asked], inputs[:, asked + 1] = 2 * count, np.take_along_axis(keys, pair, axis=1)
+        coded = (blocks >= shape.coded_from) & (shape.coded_from > 0)
+        targets[:, asked + 1] = count + (np.take_along_axis(values, pair, axis=1) + coded * (count // 2)) % count
+        distance[:, asked + 1] = asked - shown[pair]
+        return _Rows(inputs, targets, distance)
+
+    def _scattered(self, rng: np.random.Generator, rows: int) -> _Rows:
+        shape, count = self._shape, self._shape.num_keys
         keys = np.argsort(rng.random((rows, count)), axis=1)[:, : shape.pairs]
         values = _below(count, rng.random((rows, shape.pairs)))
         chained = 2 * self._two_hop

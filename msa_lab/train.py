@@ -22,7 +22,7 @@ from msa_lab.learner import Learner
 from msa_lab.recorder import SelectionRecorder
 from msa_lab.result import Timekeeper, summarise
 from msa_lab.runs import Run, whole
-from msa_lab.start import check, open_corpus, starting_checkpoint, tracking_identity
+from msa_lab.start import check, open_corpus, starting_checkpoint, tracking_identity, warn_if_dense
 from msa_lab.tracking import MetricsLog, wandb_mirror
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def train(
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         environment = describe(config, device, {"hash": data.hash, **data.manifest})
         checkpoint = starting_checkpoint(config, run, root, environment["path"], first_process)
+        warn_if_dense(config)
         if first_process:
             environment["wandb_id"] = tracking_identity(run)
             run.write_json("environment.json", environment)

@@ -10,5 +10,5 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for folder in ("lab", "kernels", "analysis"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
-for study in ("planted", "recall_division"):
+for study in ("", "planted", "recall_division"):
     sys.path.append(str(Path(__file__).parents[1] / "experiments" / study))

@@ -108,6 +108,19 @@ def test_the_instruments_commands_work_on_a_study(study: Path, tmp_path: Path, c
         assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//|@import|<b>not""", html), page
 
 
+def test_the_readmes_code_shows_the_runs(study: Path, capsys: pytest.CaptureFixture) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert code.count('find("runs/demo")') == 1
+    held: dict = {}
+    exec(compile(code.replace('"runs/demo"', repr(str(study / "runs"))), "README.md", "exec"), held)
+    printed = capsys.readouterr().out
+    assert set(held["runs"]) == {"stem", "msa", "dense", "window"}
+    assert str(held["runs"]["msa"].result["bits_per_byte"]) in printed
+    dims = re.search(r"# xarray: (.*)", code)
+    assert dims is not None
+    assert f"({', '.join(dims[1].split(', '))})" in printed
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(notebook: Path, study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = execute(notebook, study / "runs", study / "data", monkeypatch)

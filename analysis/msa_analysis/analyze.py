@@ -9,7 +9,7 @@ definition, null and interval stand. What is not defined is a row with its reaso
 """
 
 # pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations

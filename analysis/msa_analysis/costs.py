@@ -1,7 +1,7 @@
 """Costs of interventions with their intervals, from the sums of `changes.tally_changes`."""
 
 # pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def cost_table(frame: pd.DataFrame) -> pd.DataFrame:
     Takes `intervene.intervene`. All layers at once; a row a rule and layer where there are single layers only.
     """
     whole = frame[frame["proxy"].isna() & frame["bin"].isna()]
-    at_once = whole[whole["layer"].isna()]
+    at_once = whole[whole["layer"].isna()]  # pyright: ignore[reportAttributeAccessIssue]
     part, rows = (at_once, ["rule"]) if len(at_once) else (whole, ["rule", "layer"])
-    shown = part.assign(change=[_shown(row) for row in part.itertuples()])
+    shown = part.assign(change=[_shown(row) for row in part.itertuples()])  # pyright: ignore[reportAttributeAccessIssue]
     table = shown.pivot(index=rows, columns="quantity", values="change")
     order = shown.drop_duplicates(rows)[rows]
     return table.loc[order["rule"] if len(rows) == 1 else pd.MultiIndex.from_frame(order)]

@@ -1,7 +1,7 @@
 """What was measured, in plain words for a terminal: layer by proxy, layer by layer, and what is not defined and why."""
 
 # pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _undefined(item: Measured) -> Iterator[str]:
     table = item.tables["summary"]
     absent = table[table["value"].isna() & table["metric"].isin(HEADLINE)]
     for (metric, reason), rows in absent.groupby(["metric", "reason"], sort=False):
-        layers = sorted(int(layer) for layer in rows["layer"].dropna())
+        layers = sorted(int(layer) for layer in rows["layer"].dropna())  # pyright: ignore[reportAttributeAccessIssue]
         every = len(layers) == item.data.sizes["layer"] or not layers
         where = "" if every else f" in layer {', '.join(map(str, layers))}"
         yield f"not defined: {str(metric).replace('_', ' ')}{where}: {reason or 'no reason was given'}"
@@ -156,14 +156,14 @@ def _over_seeds(table: pd.DataFrame) -> Iterator[str]:
     for arm, part in table.groupby("arm", sort=False):
         refused = part[part["metric"] == "all"]
         if len(refused):
-            yield f"{arm}: means over seeds are not defined: {refused['reason'].iloc[0]}"
+            yield f"{arm}: means over seeds are not defined: {refused['reason'].iloc[0]}"  # pyright: ignore[reportAttributeAccessIssue]
             continue
         whole = part[part["layer"].isna() & part["metric"].isin(HEADLINE)]
-        whole = whole[whole["proxy"].isna()] if "proxy" in whole else whole
+        whole = whole[whole["proxy"].isna()] if "proxy" in whole else whole  # pyright: ignore[reportAttributeAccessIssue]
         yield f"{arm}: means over {int(whole['seeds'].max())} seeds, all layers (95 % intervals over seeds)"
         rows = [
             {"measure": str(row["metric"]).replace("_", " "), "value": _cell(row), "": str(row["reason"])}
-            for _, row in whole.iterrows()
+            for _, row in whole.iterrows()  # pyright: ignore[reportAttributeAccessIssue]
         ]
         yield from _aligned(rows)
 

@@ -4,7 +4,7 @@ Columns, `pool` and intervals: `msa_analysis.specialization`.
 """
 
 # pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _beside_heads(end: xr.Dataset, over: Sequence[str]) -> list[pd.DataFrame]:
     # Both have a row a layer, or one in all, in the same order.
     unclear = ~(alone["low"] > 0).to_numpy()
     why = alone["reason"].where(alone["low"].isna(), "the heads' own interval reaches 0")
-    part.loc[unclear, NUMBERS], part.loc[unclear, "reason"] = np.nan, why[unclear].to_numpy()
+    part.loc[unclear, NUMBERS], part.loc[unclear, "reason"] = np.nan, why[unclear].to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
     return [alone, part]
 
 

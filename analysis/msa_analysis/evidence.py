@@ -1,7 +1,7 @@
 """Everything that is read from run folders, read once: what tables, figures and the report are made of."""
 
 # pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Evidence:
     @property
     def labels(self) -> dict[str, str]:
         """Run folder to `arm, seed k`."""
-        return {row.run: f"{row.arm}, seed {row.seed}" for row in self.table.itertuples()}
+        return {row.run: f"{row.arm}, seed {row.seed}" for row in self.table.itertuples()}  # pyright: ignore[reportAttributeAccessIssue]
 
     def specialization(self) -> pd.DataFrame:
         """`summary` of every run, with columns arm, seed and run."""
@@ -84,7 +84,7 @@ def collect(runs: Evidence | Sequence[Run] | str | Path) -> Evidence:
     if not runs:
         raise ValueError("runs=[]: nothing to report; train a run first")
     table = quality.table(runs)
-    labels = {row.run: f"{row.arm}, seed {row.seed}" for row in table.itertuples()}
+    labels = {row.run: f"{row.arm}, seed {row.seed}" for row in table.itertuples()}  # pyright: ignore[reportAttributeAccessIssue]
     selected: dict[str, Selected] = {}
     unmeasured: dict[str, str] = {}
     for run in runs:
@@ -115,10 +115,10 @@ def over_seeds(frame: pd.DataFrame) -> pd.DataFrame:
         return pd.DataFrame(columns=columns)
     rows = []
     for _, part in frame[frame["layer"].isna()].groupby(["arm", "metric"], sort=False):
-        row = part.iloc[0].to_dict() | {"n": int(part["documents"].iloc[0]), "over": "documents"}
+        row = part.iloc[0].to_dict() | {"n": int(part["documents"].iloc[0]), "over": "documents"}  # pyright: ignore[reportAttributeAccessIssue]
         if len(part) > 1:
-            mean, low, high = t_interval(part["value"].to_numpy(float))
-            reason = "" if np.isfinite(low) else "; ".join(part["reason"][part["reason"] != ""].unique())
+            mean, low, high = t_interval(part["value"].to_numpy(float))  # pyright: ignore[reportAttributeAccessIssue]
+            reason = "" if np.isfinite(low) else "; ".join(part["reason"][part["reason"] != ""].unique())  # pyright: ignore[reportAttributeAccessIssue]
             row |= {"value": mean, "low": low, "high": high, "n": len(part), "over": "seeds", "reason": reason}
             row |= {"null": part["null"].mean(), "p_value": np.nan}
         rows.append(row)

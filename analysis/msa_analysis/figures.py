@@ -72,7 +72,7 @@ def distance_profiles(profile: pd.DataFrame, *, block_size: int, title: str = ""
     """
     last = profile[(profile["step"] == profile["step"].max()) & (profile["null"] > 0)]
     layers = sorted(last["layer"].unique())
-    figure, axes = _grid(len(layers), height=2.9, sharey=True)
+    figure, axes = grid(len(layers), height=2.9, sharey=True)
     proxies = sorted(last["proxy"].unique())
     colours = sns.color_palette("flare", len(proxies))
     for axis, layer in zip(axes, layers, strict=True):
@@ -91,7 +91,7 @@ def distance_profiles(profile: pd.DataFrame, *, block_size: int, title: str = ""
         axis.set_xlabel(f"blocks back ({block_size} tokens each)", fontsize="small")
     if axes:
         axes[0].set(ylabel="share of learned slots", ylim=(0, None))
-    return _finish(figure, axes, title)
+    return finish(figure, axes, title)
 
 
 def training_dynamics(
@@ -104,7 +104,7 @@ def training_dynamics(
     """
     whole = dynamics[dynamics["layer"].isna()]
     colours = colours or palette(whole["arm"])
-    figure, axes = _grid(len(DYNAMICS), columns=2, height=2.6)
+    figure, axes = grid(len(DYNAMICS), columns=2, height=2.6)
     for axis, (metric, (label, meaning)) in zip(axes, DYNAMICS.items(), strict=True):
         part = whole[whole["metric"] == metric]
         _lines(axis, part, colours, marker=".")
@@ -117,7 +117,7 @@ def training_dynamics(
             axis.text(0.5, 0.5, f"not defined\n{reason}", ha="center", va="center", transform=axis.transAxes)
         _mark(axis, switches)
         axis.set(title=f"{label} (dashed: {meaning})", xlabel="optimizer step", ylabel="")
-    return _finish(figure, axes, title)
+    return finish(figure, axes, title)
 
 
 def kl_curves(metrics: pd.DataFrame, *, switches: Sequence[int] = (), title: str = "") -> Figure:
@@ -128,7 +128,7 @@ def kl_curves(metrics: pd.DataFrame, *, switches: Sequence[int] = (), title: str
     """
     part = metrics[metrics["name"].str.fullmatch(r"train/kl/layer\d+")]
     runs = list(part.groupby(["arm", "seed"], sort=True))
-    figure, axes = _grid(len(runs), columns=2, height=2.6, sharey=True)
+    figure, axes = grid(len(runs), columns=2, height=2.6, sharey=True)
     for axis, ((arm, seed), run) in zip(axes, runs, strict=True):
         layers = sorted(run["name"].unique(), key=lambda name: int(name.removeprefix("train/kl/layer")))
         for name, colour in zip(layers, sns.color_palette("crest", len(layers)), strict=True):
@@ -141,7 +141,7 @@ def kl_curves(metrics: pd.DataFrame, *, switches: Sequence[int] = (), title: str
         axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
         if axis.get_subplotspec().is_first_col():
             axis.set_ylabel("KL, nats (log scale)")
-    return _finish(figure, axes, title)
+    return finish(figure, axes, title)
 
 
 def loss_curves(
@@ -160,7 +160,7 @@ def loss_curves(
     if not (metrics["name"] == scored).any():
         scored, unit = "validation/loss", "nats per token"
     colours = colours or palette(metrics["arm"])
-    figure, axes = _grid(2, columns=2, height=3.2)
+    figure, axes = grid(2, columns=2, height=3.2)
     panels = (("train/ce", "training cross-entropy", "nats per token", ""), (scored, "validation", unit, "."))
     for axis, (name, title_, label, marker) in zip(axes, panels, strict=True):
         _lines(axis, metrics[metrics["name"] == name], colours, marker=marker)
@@ -168,7 +168,7 @@ def loss_curves(
         axis.set(title=title_, xlabel="optimizer step", ylabel=label)
     if np.isfinite(bigram) and unit == "bits per byte":
         axes[1].axhline(bigram, ls="--", color=NULL, label="bigram table")
-    return _finish(figure, axes, title)
+    return finish(figure, axes, title)
 
 
 def quality_against_cost(
@@ -183,7 +183,7 @@ def quality_against_cost(
     label = "bits per byte" if metric == "bits_per_byte" else "validation loss, nats per token"
     colours = colours or palette(table["arm"])
     costs = {"parameters": "parameters", "flops_total": "training FLOPs", "wall_seconds": "training time, s"}
-    figure, axes = _grid(len(costs), columns=3, height=3.2, sharey=True)
+    figure, axes = grid(len(costs), columns=3, height=3.2, sharey=True)
     for axis, (cost, name) in zip(axes, costs.items(), strict=True):
         for row in arms.itertuples():
             runs = table[table["arm"] == row.arm]
@@ -199,14 +199,14 @@ def quality_against_cost(
     bigram = arms["bigram"].mean()
     shown = f"\nbigram table: {bigram:.3f}" if metric == "bits_per_byte" and np.isfinite(bigram) else ""
     axes[0].set_ylabel(f"{label} (lower is better){shown}")
-    return _finish(figure, axes, title)
+    return finish(figure, axes, title)
 
 
 def paired_differences(comparison: pd.DataFrame, *, colours: Colours | None = None, title: str = "") -> Figure:
     """Each arm minus the reference arm with its 95 % interval; takes `quality.compare`. Zero is the reference."""
     reference, metric = comparison["reference"].iloc[0], comparison["metric"].iloc[0]
     colours = colours or palette([reference, *comparison["arm"]])
-    figure, (axis,) = _grid(1, height=0.5 + 0.4 * len(comparison))
+    figure, (axis,) = grid(1, height=0.5 + 0.4 * len(comparison))
     for place, row in enumerate(comparison.itertuples()):
         bar = [[row.difference - row.low], [row.high - row.difference]] if np.isfinite(row.low) else None
         axis.errorbar(row.difference, place, xerr=bar, fmt="o", capsize=3, color=colours[row.arm])
@@ -216,10 +216,11 @@ def paired_differences(comparison: pd.DataFrame, *, colours: Colours | None = No
     unit = "bits per byte" if metric == "bits_per_byte" else "nats per token"
     axis.set_xlabel(f"{unit} minus {reference} (negative is better)")
     axis.xaxis.set_major_locator(MaxNLocator(5))
-    return _finish(figure, [axis], title)
+    return finish(figure, [axis], title)
 
 
-def _grid(count: int, *, columns: int = 4, height: float = 2.6, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+def grid(count: int, *, columns: int = 4, height: float = 2.6, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    """A figure with so many panels; its rows are so many inches high."""
     columns = max(1, min(columns, count))
     rows = -(-max(count, 1) // columns)
     with mpl.rc_context(STYLE):
@@ -251,7 +252,7 @@ def _mark(axis: Axes, switches: Sequence[int]) -> None:
         axis.axvline(step, color=FAINT, lw=1, ls=":", label="switch to sparse" if step == min(switches) else "_")
 
 
-def _finish(figure: Figure, axes: list[Axes], title: str) -> Figure:
+def finish(figure: Figure, axes: list[Axes], title: str) -> Figure:
     """One legend for all panels, below them, and a title."""
     entries: dict[str, object] = {}
     for axis in axes:

@@ -1,7 +1,7 @@
 """The figures of a set of runs, each with its caption and the numbers it was drawn from."""
 
 # pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def pictures(evidence: Evidence, verdict: Verdict) -> Iterator[Picture]:
         drawn = figures.quality_against_cost(data, quality.arms(data), colours=colours)
         text = "Dots are runs; bars are 95 % t intervals over seeds, drawn where there are at least two."
         yield Picture("quality", "Quality against what it cost", text, drawn, data)
-        if quality.reference_arm(evidence.table) and data["arm"].nunique() > 1:
+        if quality.reference_arm(evidence.table) and data["arm"].nunique() > 1:  # pyright: ignore[reportAttributeAccessIssue]
             data = quality.compare(evidence.runs)
             drawn = figures.paired_differences(data, colours=colours)
             text = "Bars are 95 % intervals over what the label names; below zero is better than the dense arm."

@@ -1,7 +1,7 @@
 """Selection-rate heatmaps: query block by key block, a panel a layer and proxy, all on one colour scale."""
 
 # pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def selection_heatmap(rate: xr.DataArray, *, block_size: int, title: str = "", l
         axis = axes[i, j]
         extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
         masked = np.ma.masked_invalid(tiles[i][j])
-        image = axis.imshow(masked, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="nearest")
-        axis.set_title(f"layer {rate.layer.values[i]}, proxy {rate.proxy.values[j]}", fontsize="small")
-        axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        axis.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        image = axis.imshow(masked, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="nearest")  # pyright: ignore[reportAttributeAccessIssue]
+        axis.set_title(f"layer {rate.layer.values[i]}, proxy {rate.proxy.values[j]}", fontsize="small")  # pyright: ignore[reportAttributeAccessIssue]
+        axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))  # pyright: ignore[reportAttributeAccessIssue]
+        axis.yaxis.set_major_locator(MaxNLocator(4, integer=True))  # pyright: ignore[reportAttributeAccessIssue]
     _label(figure, axes, block_size)
     bar = figure.colorbar(image, ax=axes, shrink=min(1.0, 2.2 / layers), label="selection rate (square-root scale)")
     bar.outline.set_edgecolor(FAINT)

@@ -13,6 +13,7 @@ with one shared proxy belongs beside it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,7 +56,8 @@ def intervene(
     """The change in loss, bits per byte and accuracy when a finished run's selections are replaced.
 
     Columns as `change_table`, with rule, layer and proxy (missing: all) instead of intervention. Rules act on the
-    layers that have proxies, or, where none has, on all that have a selection. Positive is worse for loss and bits per
+    layers that have proxies, or, where none has, on all that have a selection; layers that share a choice follow the
+    layer that makes it (for `teacher` each by its own heads). Positive is worse for loss and bits per
     byte. What cannot be defined (one proxy's shared choice, say) is a row without numbers, whose `reason` says why.
 
     Args:
@@ -92,8 +94,11 @@ def intervene(
         for proxy in (None, *(range(config.model.num_proxies) if proxies == "each" else ()))
     ]
     keys = [(rule, layer, proxy) for rule in wanted for layer, proxy in places]
-    paths = {None: tuple(targets.values())} | {layer: (path,) for layer, path in targets.items()}
-    made = [Intervention(r, paths[layer], proxy) for r, layer, proxy in keys if not undefined[r.name]]
+    made = [
+        Intervention(r, _paths(r, targets if layer is None else [layer], config), proxy)
+        for r, layer, proxy in keys
+        if not undefined[r.name]
+    ]
     parts = []
     if made:
         model = load_model(run, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), backend=backend)
@@ -110,22 +115,31 @@ def intervene(
     return pd.concat(frames, ignore_index=True)
 
 
-def _targets(config: RunConfig, proxies: str) -> dict[int, str]:
-    """Layer to the path of what chooses there."""
-    kinds = config.model.attention_kinds
-    chosen = [i for i, kind in enumerate(kinds) if kind == "msa"]
-    others = [i for i, kind in enumerate(kinds) if kind != "dense"]
+def _targets(config: RunConfig, proxies: str) -> list[int]:
+    """The layers that choose."""
+    chosen = list(config.model.proxy_layers)
+    others = [i for i, kind in enumerate(config.model.attention_kinds) if kind != "dense"]
     if not others:
         rule = "has dense layers only, so that there is no selection to replace"
         raise ValueError(f"model.attention={config.model.attention!r}: the run {rule}; give a run with msa layers")
     if not chosen and proxies == "each":
         raise ValueError("proxies='each': the run has no proxies to replace one at a time; use proxies='all'")
-    return {i: f"layers.{i}.attention.select" for i in chosen or others}
+    return chosen or others
+
+
+def _paths(rule: Rule, layers: Sequence[int], config: RunConfig) -> tuple[str, ...]:
+    """What chooses in the layers. A rule that acts behind the choice, where heads are known, must also act in each
+    layer that shares it."""
+    kinds, acting = config.model.attention_kinds, list(layers)
+    for layer in layers if rule.needs == "heads" else ():
+        behind = itertools.takewhile(lambda i: kinds[i] == "shared", range(layer + 1, len(kinds)))
+        acting += behind
+    return tuple(f"layers.{layer}.attention.select" for layer in sorted(acting))
 
 
 def _rules(names: Sequence[str], config: RunConfig) -> list[Rule]:
     """The rules by name, each once, with `shift` spelled out."""
-    others = config.model.num_proxies - 1 if "msa" in config.model.attention_kinds else 0
+    others = config.model.num_proxies - 1 if config.model.proxy_layers else 0
     spelled: list[str] = []
     for name in names:
         spelled += [f"shift{by}" for by in range(1, max(others, 1) + 1)] if name == "shift" else [name]
@@ -145,7 +159,7 @@ def _undefined(rule: Rule, config: RunConfig, documents: int) -> str:
         return f"all top_k_blocks={model.top_k_blocks} slots are forced: there is no choice to replace"
     if -(-data.context_length // model.block_size) <= model.top_k_blocks:
         return f"no query sees more than top_k_blocks={model.top_k_blocks} blocks: there is no choice to replace"
-    if rule.needs == "proxies" and "msa" not in model.attention_kinds:
+    if rule.needs == "proxies" and not model.proxy_layers:
         return "the run has no proxies"
     if rule.needs == "proxies" and model.num_proxies == 1:
         return "the run has one proxy: there is no other to share with or to take from"

@@ -54,11 +54,10 @@ def read_log(run: Run) -> xr.Dataset:
         ValueError: There is nothing to measure: no layer has proxies, nothing was recorded, no record is whole, or
             scores are not finite.
     """
-    kinds = run.config.model.attention_kinds
-    layers = [i for i, kind in enumerate(kinds) if kind == "msa"]
-    if not layers:
-        raise ValueError(f"no layer has proxies: attention is {', '.join(dict.fromkeys(kinds))}")
-    return _checked(open_selections(run).sel(layer=layers))
+    model = run.config.model
+    if not model.proxy_layers:
+        raise ValueError(f"no layer has proxies: attention is {', '.join(dict.fromkeys(model.attention_kinds))}")
+    return _checked(open_selections(run).sel(layer=list(model.proxy_layers)))
 
 
 def _checked(data: xr.Dataset) -> xr.Dataset:

@@ -6,7 +6,7 @@ pair of models, over validation rows, and says so.
 """
 
 # pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _row(run: Run) -> dict[str, Any]:
         "arm": result["arm"],
         "seed": result["seed"],
         "kinds": "+".join(kinds),
-        "proxies": config.model.num_proxies if "msa" in kinds else 0,
+        "proxies": config.model.num_proxies if config.model.proxy_layers else 0,
         "parameters": parameters["total"],
         "non_embedding": parameters["non_embedding"],
         "proxy_parameters": parameters["proxy"],
@@ -76,7 +76,7 @@ def metric_of(frame: pd.DataFrame) -> str:
 
 def reference_arm(frame: pd.DataFrame) -> str | None:
     """The arm that all others are compared with: the dense one that is no stem; None if there is not exactly one."""
-    dense = frame[(frame["kinds"] == "dense") & (frame["role"] == "arm")]["arm"].unique()
+    dense = frame[(frame["kinds"] == "dense") & (frame["role"] == "arm")]["arm"].unique()  # pyright: ignore[reportAttributeAccessIssue]
     return str(dense[0]) if len(dense) == 1 else None
 
 
@@ -93,7 +93,7 @@ def compare(runs: Sequence[Run], reference: str | None = None, *, metric: str | 
     frame = table(runs)
     by_path = {str(run.path): run for run in runs}
     frame = frame[frame["role"] == "arm"]
-    arms = list(frame["arm"].unique())
+    arms = list(frame["arm"].unique())  # pyright: ignore[reportAttributeAccessIssue]
     reference = reference or reference_arm(frame)
     if reference not in arms:
         raise ValueError(f"reference={reference!r}: name one of the arms {', '.join(arms)}")
@@ -104,15 +104,18 @@ def compare(runs: Sequence[Run], reference: str | None = None, *, metric: str | 
     rows = []
     for arm in arms:
         if arm != reference:
-            pairs = frame[frame["arm"] == arm].merge(base, on="seed", suffixes=("", "_base"))
-            _refuse_unlike(pairs, arm, reference)
+            pairs = frame[frame["arm"] == arm].merge(base, on="seed", suffixes=("", "_base"))  # pyright: ignore[reportAttributeAccessIssue]
+            refuse_unlike(pairs, arm, reference)
             rows.append({"arm": arm, "reference": reference, "metric": metric, **_difference(pairs, metric, by_path)})
     columns = ["arm", "reference", "metric", "difference", "low", "high", "over", "n", "reason"]
     return pd.DataFrame(rows, columns=columns)
 
 
-def _refuse_unlike(pairs: pd.DataFrame, arm: str, reference: str) -> None:
-    """A pair must have seen the same corpus for as long and be scored on the same rows."""
+def refuse_unlike(pairs: pd.DataFrame, arm: str, reference: str) -> None:
+    """Raise a ValueError where runs of a pair saw another corpus or more of it, or are scored on other rows.
+
+    `pairs` has the columns of `table` for both, those of the reference with `_base` behind their names.
+    """
     for name, what in (("corpus_hash", "corpus"), ("validation", "validation rows"), ("tokens", "tokens of training")):
         for seed, ours, theirs in zip(pairs["seed"], pairs[name], pairs[f"{name}_base"], strict=True):
             if ours != theirs:

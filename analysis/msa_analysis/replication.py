@@ -5,7 +5,7 @@ averaged over seeds, the proxies of every layer are matched by where they look. 
 """
 
 # pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _over(frame: pd.DataFrame) -> pd.DataFrame:
     found = spread.assign(null=groups["null"].mean(), whole=groups.size(), reason=reasons).reset_index()
     seeds = found["count"].to_numpy()
     half = stats.t.ppf(0.975, np.maximum(seeds - 1, 1)) * found["std"] / np.sqrt(np.maximum(seeds, 1))
-    half = half.where(seeds >= MIN_SEEDS)
+    half = half.where(seeds >= MIN_SEEDS)  # pyright: ignore[reportAttributeAccessIssue]
     found = found.assign(value=found["mean"], low=found["mean"] - half, high=found["mean"] + half, seeds=seeds)
     few = found["seeds"].astype(str) + f" seeds: an interval needs {MIN_SEEDS}"
     part = (

@@ -6,7 +6,7 @@ query rows have a real choice.
 """
 
 # pandas' own types make every df[...] and every row a union of unrelated classes; pyright cannot follow them here.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def judge(evidence: Evidence) -> Verdict:
     """Apply the checks to every run that is no stem; what does not apply (dense, no bytes) is not checked."""
     checks = []
     for row in evidence.table.itertuples():
-        if row.role == "stem":
+        if row.role == "stem":  # pyright: ignore[reportAttributeAccessIssue]
             continue
-        label = evidence.labels[row.run]
-        bigram, ours = row.bigram_bits_per_byte, row.bits_per_byte
+        label = evidence.labels[row.run]  # pyright: ignore[reportAttributeAccessIssue]
+        bigram, ours = row.bigram_bits_per_byte, row.bits_per_byte  # pyright: ignore[reportAttributeAccessIssue]
         if bigram is not None and ours is not None and np.isfinite(bigram) and np.isfinite(ours):
             found = f"{ours:.3f} against the bigram table's {bigram:.3f}"
             checks.append(Check(label, "bits per byte must be below the bigram table's", found, ours < bigram))
-        checks += _check_answers(label, evidence, row.run)
-        if row.proxies:
-            checks += _check_proxies(label, evidence.selected.get(row.run))
+        checks += _check_answers(label, evidence, row.run)  # pyright: ignore[reportAttributeAccessIssue]
+        if row.proxies:  # pyright: ignore[reportAttributeAccessIssue]
+            checks += _check_proxies(label, evidence.selected.get(row.run))  # pyright: ignore[reportAttributeAccessIssue]
     return Verdict(checks)
 
 

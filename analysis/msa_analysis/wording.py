@@ -25,6 +25,11 @@ def interval(low: float | None, high: float | None, digits: int = 3, *, sign: bo
     return f"{number(low, digits, sign=sign)} to {number(high, digits, sign=sign)}"
 
 
+def chance(value: float | None) -> str:
+    """A p-value: two digits that count."""
+    return UNDEFINED if missing(value) else f"{value:.2g}"
+
+
 def quantity(value: float | None) -> str:
     """Three digits with k, M, G, T, P, E: for parameters, tokens, FLOPs."""
     if missing(value):

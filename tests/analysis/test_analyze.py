@@ -6,6 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import folders
 import numpy as np
@@ -39,8 +40,8 @@ def four_heads(documents: int, seed: int) -> xr.DataArray:
     return planted.log(rules[:1], heads=rules, documents=documents, seed=seed)["head_teacher"]
 
 
-def planted_run(root: Path, log: xr.Dataset | None, *, arm: str = "msa", kind: str = "msa", **changes: object) -> Run:
-    changes = {name: {**SMALL.get(name, {}), **dict(value)} for name, value in changes.items()}  # pyright: ignore
+def planted_run(root: Path, log: xr.Dataset | None, *, arm: str = "msa", kind: str = "msa", **changes: Any) -> Run:
+    changes = {name: {**SMALL.get(name, {}), **dict(value)} for name, value in changes.items()}
     made = folders.config(arm, kind, **{**SMALL, **changes})
     return folders.finished(root, made, quality=2.8, log=log)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import os
+import sys
 import time
 import warnings
+from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
@@ -136,6 +140,26 @@ def test_no_figure_is_left_open() -> None:
         figure = heatmaps.selection_heatmap(rate_of(np.zeros((1, 1, 8, 8))), block_size=16)
         figures.save(figure, io.BytesIO(), dpi=50)
     assert plt.get_fignums() == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_two_hundred_figures_take_no_more_memory_than_ten() -> None:
+    import matplotlib.pyplot as plt
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before, sizes = plt.get_fignums(), []
+    for drawn in range(210):
+        if drawn in (10, 209):
+            gc.collect()
+            sizes.append(resident())
+        figure = heatmaps.selection_heatmap(rate_of(np.zeros((1, 1, 8, 8))), block_size=16)
+        figures.save(figure, io.BytesIO(), dpi=50)
+    assert plt.get_fignums() == before
+    assert sizes[1] - sizes[0] < 50_000_000
 
 
 def test_the_same_figure_gives_the_same_bytes() -> None:

@@ -214,13 +214,15 @@ def test_a_replacement_that_breaks_the_budget_or_goes_nowhere_is_refused() -> No
         tally_changes(model, [planted.repeating(2)], [nowhere], block_size=8)
     with pytest.raises(ValueError, match=r"other_document needs one document a row"):
         under(model, "other_document", OFFSETS, other=own_blocks(model))
-    with pytest.raises(ValueError, match="is compiled"), replaced(torch.compile(model, backend="eager"), "recency"):  # pyright: ignore
+    # A compiled module is one, which torch.compile's own type does not say.
+    with pytest.raises(ValueError, match="is compiled"), replaced(torch.compile(model, backend="eager"), "recency"):  # pyright: ignore[reportArgumentType]
         pass
 
 
 def test_costs_of_a_model_whose_heads_need_a_near_and_a_far_block() -> None:
     model, rows = planted.NearAndFar(), planted.repeating(12)
-    batches = [type(rows)(*(None if x is None else x[i : i + 4] for x in rows)) for i in (0, 4, 8)]  # pyright: ignore
+    # A batch's fields are not all tensors, so their types are not kept by a loop over them.
+    batches = [type(rows)(*(None if x is None else x[i : i + 4] for x in rows)) for i in (0, 4, 8)]  # pyright: ignore[reportArgumentType]
     names = ["shared", "shift1", "recency", "sink_recency", "random", "other_document", "teacher", "own"]
     made = [Intervention(find_rule(name), ("select",)) for name in names]
     table = change_table(tally_changes(model, batches, made, block_size=8))
@@ -280,7 +282,8 @@ def test_each_token_is_booked_at_the_distance_of_the_best_block_it_lost() -> Non
     with torch.no_grad(), record(model) as seen:
         model(TOKENS)
     put = under(model, "recency")[1]
-    share = {path: block_mass(one.q, one.k, block_size=8, num_groups=4) for path, one in seen.items()}  # pyright: ignore
+    # A layer that was seen whole has its queries and keys.
+    share = {path: block_mass(one.q, one.k, block_size=8, num_groups=4) for path, one in seen.items()}  # pyright: ignore[reportArgumentType]
     counts = np.zeros((3, 6))
     for row, query in np.ndindex(3, 100):
         best, bin_ = -1.0, -1
@@ -490,6 +493,7 @@ def test_all_forwards_are_told(recall, tmp_path: Path) -> None:
     told: list[int] = []
     rows = planted.repeating(5)
     made = [Intervention(find_rule(name), ("select",)) for name in ("recency", "other_document")]
-    batches = [type(rows)(*(x[i : i + 3] for x in rows[:2]), None, rows[3][i : i + 3]) for i in (0, 3)]  # pyright: ignore
+    # As many fields as a batch has, and these rows have distances.
+    batches = [type(rows)(*(x[i : i + 3] for x in rows[:2]), None, rows[3][i : i + 3]) for i in (0, 3)]  # pyright: ignore[reportCallIssue, reportOptionalSubscript]
     tally_changes(planted.NearAndFar(), batches, made, block_size=8, done=lambda: told.append(1))
     assert len(told) == 2 * (1 + 2) + 1

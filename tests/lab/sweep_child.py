@@ -63,8 +63,8 @@ def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def config(arm: str, seed: int = 0, **train) -> RunConfig:
-    """A run of study `s`."""
-    return RunConfig(study="s", arm=arm, seed=seed, train=TrainConfig(**train))
+    """A run of study `s`, of 400 steps."""
+    return RunConfig(study="s", arm=arm, seed=seed, train=TrainConfig(**{"steps": 400, **train}))
 
 
 def fork(arm: str, stem: RunConfig) -> RunConfig:

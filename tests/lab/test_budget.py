@@ -2,9 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from msa_lab.budget import count_parameters, flops_per_token, match, peak_flops, table
+from msa_lab.budget import Unmatched, count_parameters, flops_per_token, format_table, match, table
 from msa_lab.config import RunConfig, TrainConfig
 from msa_lab.config_model import ModelConfig
+from msa_lab.cost import peak_flops
+from msa_lab.dry_run import unmatched
 from msa_lab.runs import arm_folder
 
 SMALL = ModelConfig(attention="dense")
@@ -65,10 +67,20 @@ def test_smaller_steps_are_taken_only_when_eight_is_too_coarse():
     assert abs(3 * 64 * added - need) < 1e-3 * count_parameters(tiny).total
 
 
-def test_a_match_that_widths_cannot_reach_is_refused_by_name():
+def test_an_arm_that_widths_cannot_match_is_named_and_the_others_are_matched():
     coarse = ModelConfig(vocab_size=2, num_layers=1, d_model=64, mlp_width=8, proxy_dim=2, head_dim=2)
-    with pytest.raises(ValueError, match=r"^dense: model\.mlp_width=8: no width comes within 0\.1%"):
-        match([arm("msa", coarse), arm("dense", replace(coarse, attention="dense"))])
+    runs = [arm("msa", coarse), arm("dense", replace(coarse, attention="dense")), arm("same", coarse)]
+    first, dense, same = match(runs)
+    assert (first, same) == (runs[0], runs[2])
+    assert isinstance(dense, Unmatched)
+    assert dense.model == runs[1].model
+    assert dense.reason.startswith("model.mlp_width=8: no width comes within 0.1%")
+    assert replace(dense, seed=3).reason == dense.reason  # a study's seeds are made so
+    text = format_table([first, dense, same])
+    assert f"dense: cannot be matched: {dense.reason}" in text
+    assert "let runs() return" not in text
+    assert unmatched([first, dense, same]) == []  # a plan tells it once, as a run that cannot be trained
+    assert [line.split(":")[0] for line in unmatched(runs)] == ["dense"]
 
 
 def test_stems_stay_as_they_are_and_forks_are_only_wider():
@@ -80,8 +92,9 @@ def test_stems_stay_as_they_are_and_forks_are_only_wider():
     assert [run.train.fork_from for run in matched[1:]] == [arm_folder(stem)] * 2
     assert min(matched[2].model.mlp_widths) > 352
     assert [row.is_stem for row in table(matched)] == [True, False, False]
-    with pytest.raises(ValueError, match="may only be wider than its stem stem; try 352"):
-        match([stem, arm("narrow", replace(SMALL, mlp_width=344), **fork)])
+    narrow = match([stem, arm("narrow", replace(SMALL, mlp_width=344), **fork)])[1]
+    assert isinstance(narrow, Unmatched)
+    assert narrow.reason == "model.mlp_width=344: a fork may only be wider than its stem stem; try 352"
 
 
 def test_seeds_of_an_arm_get_the_same_widths_and_one_row():

@@ -2,6 +2,10 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +155,27 @@ def test_hf_dataset_on_disk_is_streamed_without_network(tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_a_hub_that_cannot_be_reached_is_said_in_one_line_and_at_once(tmp_path):
+    """Nothing listens on the endpoint; the hub's own client says thirteen lines in half a minute."""
+    pytest.importorskip("datasets")
+    command = [sys.executable, "-m", "msa_lab.cli", "prepare", "--data.source", "hf", "--data.path", "some/texts"]
+    reached = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    began = time.monotonic()
+    done = subprocess.run([*command, "--cache", tmp_path], env=reached, capture_output=True, text=True, timeout=60)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("reading the corpus")]
+    assert done.returncode == 2
+    assert len(said) == 1, said
+    assert said[0].startswith("msa-lab: data.path='some/texts': cannot read this dataset (")
+    assert time.monotonic() - began < 25, "each of five tries waits longer"
+
+
+def test_only_the_changed_part_of_a_config_that_is_not_read_is_named(tmp_path):
+    settings = DataConfig(source="text", path="x", recall=RecallConfig(num_keys=99))
+    with pytest.raises(ValueError, match="not read it") as error:
+        open_data(settings, tmp_path)
+    assert str(error.value) == "data.recall.num_keys=99: source=text does not read it; leave it 64"
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -163,5 +188,5 @@ def test_hf_dataset_on_disk_is_streamed_without_network(tmp_path):
     ],
 )
 def test_field_that_the_source_does_not_read_is_refused(settings, tmp_path):
-    with pytest.raises(ValueError, match=r"data\.\w+=.*does not read it"):
+    with pytest.raises(ValueError, match=r"data\.[\w.]+=.*does not read it"):
         open_data(DataConfig(**settings), tmp_path)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,18 +19,18 @@ from msa_lab.model import Output, Transformer
 class Oracle(nn.Module):
     """Answers rightly when the answer's source lies at most `reach` blocks away, wrongly otherwise."""
 
-    def __init__(self, data: object, reach: int, block_size: int) -> None:
+    def __init__(self, data: Any, reach: int, block_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.data, self.reach, self.block_size, self.index = data, reach, block_size, 0
 
     def forward(self, tokens: torch.Tensor, *_: object, **__: object) -> Output:
-        batch = self.data.validation(self.index, len(tokens))  # pyright: ignore[reportAttributeAccessIssue]
+        batch = self.data.validation(self.index, len(tokens))
         self.index += 1
         position = torch.arange(tokens.shape[1]).expand_as(tokens)
         apart = position // self.block_size - (position - batch.distance) // self.block_size
         answer = torch.where(apart <= self.reach, batch.targets.clamp(min=0), 0)
-        return Output(100.0 * nn.functional.one_hot(answer, self.data.vocab_size).float(), None)  # pyright: ignore
+        return Output(100.0 * nn.functional.one_hot(answer, self.data.vocab_size).float(), None)
 
 
 def test_accuracy_is_reported_at_the_distance_of_each_dependency() -> None:

@@ -27,25 +27,27 @@ def run(tmp_path_factory: pytest.TempPathFactory):
     return train(config, root=folder / "runs", cache=folder / "cache", progress=False, wandb="disabled")
 
 
-def masses(run, config) -> torch.Tensor:
+def masses(run, config, tokens: torch.Tensor) -> torch.Tensor:
     """(layer, document, head, query, block) straight from what the layers were seen to attend with."""
     model = load_model(run)
     with record(model) as seen, torch.no_grad():
-        model(TOKENS)
+        model(tokens)
     heads = config.model.num_query_heads
     return torch.stack(
         [block_mass(s.q, s.k, block_size=config.model.block_size, num_groups=heads) for s in seen.values()]
     )
 
 
-@pytest.mark.parametrize("stride", [1, 5, 11])
-def test_block_means_are_over_the_recorded_queries(run, stride: int) -> None:
+@pytest.mark.parametrize(("stride", "length"), [(1, 128), (5, 128), (7, 121)])
+def test_block_means_are_over_the_recorded_queries(run, stride: int, length: int) -> None:
+    """Of 121 tokens the last block has one query, which every seventh misses."""
+    tokens = TOKENS[:, :length]
     config = tiny_run(Path(run.config.data.path), selections={"query_stride": stride})
     size, groups = config.model.block_size, config.model.num_proxies
-    found = observe(load_model(run), TOKENS, config, heads=True, rows=2)
-    by_head = masses(run, config)
+    found = observe(load_model(run), tokens, config, heads=True, rows=2)
+    by_head = masses(run, config, tokens)
     group = by_head.unflatten(2, (groups, -1)).mean(3).numpy()
-    recorded = np.arange(0, 128, stride)
+    recorded = np.arange(0, length, stride)
     for block in range(16):
         queries = recorded[recorded // size == block]
         for distance in range(config.model.top_k_blocks):

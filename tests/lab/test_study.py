@@ -1,7 +1,9 @@
 import re
+from pathlib import Path
 
 import pytest
 
+from msa_lab.budget import table
 from msa_lab.study import load_study
 
 GOOD = "from msa_lab.config import RunConfig\ndef runs():\n    return [RunConfig(arm='a'), RunConfig(arm='b')]\n"
@@ -33,6 +35,15 @@ def test_a_study_file_that_cannot_be_used_is_named_in_one_line(tmp_path, text, c
         load_study(path)
     assert str(error.value).startswith(f"{path}{complaint}")
     assert "\n" not in str(error.value)
+
+
+def test_the_study_that_the_page_on_studies_shows_is_one(tmp_path):
+    page = Path(__file__).parents[2] / "experiments" / "README.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "study.py").write_text(code)
+    study = load_study(tmp_path)
+    assert [(run.arm, run.seed) for run in study] == [(arm, seed) for seed in range(5) for arm in ("msa_p4", "dense")]
+    assert all(abs(row.percent) < 0.1 for row in table(study))
 
 
 def test_a_missing_study_file_is_named(tmp_path):

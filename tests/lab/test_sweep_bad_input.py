@@ -12,6 +12,9 @@ from sweep_child import CHILD, config, fork, stand_in
 from tiny import tiny_run, write_corpus
 
 from msa_lab import sweep as sweep_module
+from msa_lab.budget import match
+from msa_lab.config_model import ModelConfig
+from msa_lab.dry_run import format_plan
 from msa_lab.runs import Run
 from msa_lab.sweep import sweep
 from msa_lab.sweep_jobs import alone, left_out, plan
@@ -48,6 +51,24 @@ def test_forks_that_cannot_go_on_are_named_before_their_stem_is_trained(child, t
     assert not any((failure.run.path / "log.txt").exists() for failure in failures)
     shown = capsys.readouterr().out
     assert shown.index("seed0: failed: model.d_model=64") < shown.index("stem seed0: started")
+
+
+def test_an_arm_that_cannot_be_matched_is_named_and_the_others_are_trained(child, tmp_path, capsys):
+    stem = replace(config("stem", stop_at=200), model=ModelConfig(attention="dense"))
+    forks = [fork("msa", stem), fork("dense", stem), fork("narrow", stem)]
+    models = [ModelConfig(), stem.model, ModelConfig(proxy_dim=64, mlp_width=336)]
+    runs = match([stem, *(replace(run, model=model) for run, model in zip(forks, models, strict=True))])
+    text, problems = format_plan(runs, root=tmp_path)
+    assert len(problems) == 1
+    failures = sweep(runs, root=tmp_path)
+    reason = "model.mlp_width=336: a fork may only be wider than its stem stem; try 352"
+    assert [failure.reason for failure in failures] == [reason]
+    assert problems[0].endswith(f"{failures[0].run.path.name}: {reason}")
+    assert " cannot " in text
+    assert all(Run.of(run, tmp_path).finished for run in runs[:3])
+    assert f"seed0: failed: {reason}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"narrow: model\.mlp_width="):
+        train(runs[3], root=tmp_path, wandb="disabled")
 
 
 def test_two_sweeps_on_one_folder_are_refused_and_the_first_is_named(child, tmp_path):

@@ -39,9 +39,10 @@ def log(job: Job, step: int, **values: float) -> None:
 
 
 def drawn(board: Board) -> list[str]:
-    console = Console(file=io.StringIO(), width=90)
+    told = io.StringIO()
+    console = Console(file=told, width=90)
     console.print(board.table())
-    return console.file.getvalue().splitlines()  # pyright: ignore
+    return told.getvalue().splitlines()
 
 
 def test_the_table_tells_every_state_and_the_time_left(tmp_path, clock):

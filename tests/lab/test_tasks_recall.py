@@ -138,12 +138,76 @@ def test_every_field_of_the_shape_changes_the_rows_and_the_hash():
         "overwrite_fraction": 0.1,
         "block_size": 32,
     }
-    assert set(changes) == set(vars(base))
+    even = {"distances": (1, 3), "coded_from": 3}  # tested with the rows that they make
+    assert set(changes) | set(even) == set(vars(base))
     plain = make()
     for name, value in changes.items():
         other = make(**{name: value})
         assert other.hash != plain.hash
         assert not torch.equal(other.batch(0, 0, 4).inputs, plain.batch(0, 0, 4).inputs), name
+
+
+EVEN = {"num_keys": 80, "pairs": 40, "distances": (1, 3, 9), "block_size": 9}
+"""Rows of 20 blocks of 9 tokens: two pairs, two questions, and a token over."""
+
+
+@pytest.mark.parametrize("coded_from", [0, 3])
+def test_even_rows_hold_the_same_everywhere_and_answers_at_the_named_distances_alone(coded_from):
+    data = make(180, **EVEN, coded_from=coded_from)
+    batch = data.batch(0, 0, 100)
+    assert data.manifest["questions"] == 22
+    blocks, second, answered = [], [], batch.targets.numpy() >= 0
+    starts = [9 * block + place for block in range(9, 20) for place in (4, 6)]
+    assert (answered == np.isin(np.arange(180), [start + 1 for start in starts])).all()
+    for row, targets, distance in zip(
+        *(t.tolist() for t in (batch.inputs, batch.targets, batch.distance)), strict=True
+    ):
+        for start in range(0, 180, 9):
+            assert max(row[start], row[start + 2]) < 80 <= min(row[start + 1], row[start + 3]), "two pairs first"
+        assert [i for i, token in enumerate(row) if token == 160] == starts
+        for i in (start + 1 for start in starts):
+            answer, (place,) = solve(row, i, 80)
+            blocks.append(i // 9 - place // 9)
+            second.append(place % 9 == 3)
+            assert distance[i] == i - place
+            assert targets[i] == (80 + (answer - 80 + 40) % 80 if coded_from and blocks[-1] >= coded_from else answer)
+    share = np.bincount(blocks, minlength=10) / len(blocks)
+    assert set(np.flatnonzero(share)) == {1, 3, 9}
+    assert share[[1, 3, 9]] == pytest.approx(1 / 3, abs=4 * (2 / 9 / len(blocks)) ** 0.5)
+    assert np.mean(second) == pytest.approx(0.5, abs=4 * 0.5 / len(second) ** 0.5)
+
+
+def test_even_rows_follow_their_shape_and_leave_other_rows_as_they_were():
+    plain = make(180, **EVEN)
+    for change in ({"distances": (1, 3, 8)}, {"coded_from": 9}):
+        other = make(180, **(EVEN | change))
+        assert other.hash != plain.hash
+        assert not torch.equal(other.batch(0, 0, 4).targets, plain.batch(0, 0, 4).targets)
+    assert torch.equal(make(180, **EVEN, coded_from=10).batch(0, 0, 4).targets, plain.batch(0, 0, 4).targets)
+    # The hash that rows without distances had before rows with them existed: runs of then and now are of one corpus.
+    assert make().hash == "3db58f1335aa83a4"
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"distances": (3, 1)}, r"recall\.distances=\(3, 1\): must be 1 or more blocks.*try \(1, 3\)"),
+        ({"distances": (1, 1)}, r"recall\.distances=\(1, 1\): .* none twice; try \(1,\)"),
+        ({"distances": (0,)}, r"recall\.distances=\(0,\): must be 1 or more"),
+        ({"coded_from": -1}, r"recall\.coded_from=-1: must be at least 0"),
+        ({"near_blocks": 3}, r"recall\.near_blocks=3: is not read with distances=\(1, 3, 9\); try 2"),
+        ({"two_hop_fraction": 0.5}, r"recall\.two_hop_fraction=0\.5: is not read with distances"),
+        ({"distances": (), "coded_from": 3}, r"recall\.coded_from=3: is read with distances only; try 0"),
+        ({"distances": (1, 20)}, r"context_length=180: distances=\(1, 20\) need 21 blocks.* holds 20; try 189"),
+        ({"pairs": 30}, r"recall\.pairs=30: with distances each of the 20 blocks.*1 to 3; try 20"),
+        ({"pairs": 80}, r"recall\.pairs=80: with distances each of the 20 blocks"),
+        ({"block_size": 3, "pairs": 60}, r"recall\.block_size=3: .*a pair and a question.*try 16"),
+        ({"num_keys": 1, "pairs": 1, "coded_from": 3}, r"recall\.num_keys=1: coded_from=3 needs a second value; try 2"),
+    ],
+)
+def test_even_rows_that_cannot_be_are_refused(shape, message):
+    with pytest.raises(ValueError, match=message):
+        make(180, **(EVEN | shape))
 
 
 def test_tokens_lie_in_the_vocabulary_and_have_names():

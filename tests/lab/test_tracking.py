@@ -1,12 +1,14 @@
 """metrics.csv is the record: nothing lost, nothing twice; wandb mirrors it."""
 
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny import tiny_run, write_corpus
 
 from msa_lab.runs import Run
-from msa_lab.tracking import MetricsLog
+from msa_lab.tracking import MetricsLog, wandb_mirror
 from msa_lab.train import train
 
 
@@ -60,6 +62,53 @@ def test_a_resumed_run_keeps_its_identity_and_another_one_gets_its_own(tmp_path:
     assert identities[0] != identities[1]
     (runs[0].path / "result.json").unlink()
     assert train(config, root=tmp_path / "first", **options).environment["wandb_id"] == identities[0]
+
+
+def test_wandb_offline_gets_every_row_and_a_second_start_goes_on_under_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    run = Run(tmp_path / "tiny" / "msa-01234567" / "seed0")
+    run.path.mkdir(parents=True)
+    for last in (20, 30):
+        log = MetricsLog(run, wandb_mirror(run, {"study": "tiny"}, "offline", "abcd1234"))
+        log.rewind(10)
+        for step in range(last - 19, last + 1):
+            log.log_metrics({"train/ce": 1000.25 + step}, step)
+            log.log_metrics({"validation/loss": 2000.75 + step}, step)
+        log.log_image("selections", np.eye(8), last)
+        log.finalize("success")
+        time.sleep(1.1)  # wandb names its folders by the second, and writes their last rows just after it has finished
+    records = sorted((run.path / "wandb").glob("offline-run-*-abcd1234/run-abcd1234.wandb"))
+    for record, last in zip(records, (20, 30), strict=True):
+        held = record.read_bytes()
+        for step in range(last - 19, last + 1):
+            assert str(1000.25 + step).encode() in held
+            assert str(2000.75 + step).encode() in held
+        assert list(record.parent.glob("files/media/images/selections_*.png"))
+    assert "must only increase" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.slow
+def test_a_run_that_is_started_again_in_its_folder_goes_on_with_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    config = tiny_run(write_corpus(tmp_path / "corpus"))
+    options = {"root": tmp_path / "runs", "cache": tmp_path / "cache", "progress": False, "wandb": "offline"}
+    run = train(config, **options)
+    first, held = run.environment["wandb_id"], run.metrics
+    assert train(config, **options).environment["wandb_id"] == first
+    assert len(list((run.path / "wandb").glob("offline-run-*"))) == 1, "a finished run is not started again"
+    (run.path / "result.json").unlink()
+    (run.path / "last.ckpt").unlink()
+    time.sleep(1.1)  # wandb names its folders by the second
+    assert train(config, **options).environment["wandb_id"] == first
+    assert len(list((run.path / "wandb").glob(f"offline-run-*-{first}"))) == 2
+    again = run.metrics
+    assert not again.duplicated(["step", "name"]).any()
+    timed = ["tokens_per_second", "mfu"]
+    assert again[~again.name.isin(timed)].equals(held[~held.name.isin(timed)])
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,12 +45,12 @@ def write_corpus(folder: Path, documents: int = 24, words: int = 900) -> Path:
     return folder
 
 
-def tiny_run(folder: Path, **changes: object) -> RunConfig:
+def tiny_run(folder: Path, **changes: Any) -> RunConfig:
     """A run on the corpus in `folder`; `model`, `train`, `data` and `selections` take dicts of changes."""
     if not folder.exists():
         write_corpus(folder)
-    model, train = dict(changes.pop("model", {})), dict(changes.pop("train", {}))  # pyright: ignore
-    data, selections = dict(changes.pop("data", {})), dict(changes.pop("selections", {}))  # pyright: ignore
+    model, train = dict(changes.pop("model", {})), dict(changes.pop("train", {}))
+    data, selections = dict(changes.pop("data", {})), dict(changes.pop("selections", {}))
     plain = DataConfig(source="text", path=str(folder), context_length=128, validation_fraction=0.3)
     return RunConfig(
         study="tiny",
@@ -57,5 +58,5 @@ def tiny_run(folder: Path, **changes: object) -> RunConfig:
         train=replace(TRAIN, **train),
         data=replace(plain, **data),
         selections=replace(SelectionConfig(records=3, documents=2), **selections),
-        **changes,  # pyright: ignore
+        **changes,
     )

@@ -22,13 +22,13 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Figures by name."""
     with mpl.rc_context(STYLE):
         return {
-            "endpoints": _endpoints(tables["numbers"]),
+            "endpoints": endpoints(tables["numbers"]),
             "agreement": _agreement(tables["by_distance"]),
-            "profiles": _profiles(tables["matched"]),
+            "profiles": profiles(tables["matched"]),
         }
 
 
-def _endpoints(numbers: pd.DataFrame) -> Figure:
+def endpoints(numbers: pd.DataFrame) -> Figure:
     """One dot a run, with its interval over documents."""
     figure = Figure(figsize=(8, 3), layout="constrained")
     arms = list(dict.fromkeys(numbers["arm"]))
@@ -68,7 +68,7 @@ def _agreement(by_distance: pd.DataFrame) -> Figure:
     return figure
 
 
-def _profiles(matched: pd.DataFrame) -> Figure:
+def profiles(matched: pd.DataFrame) -> Figure:
     """Where each proxy looks, proxies matched across seeds: mean over seeds and its interval, and uniform choice."""
     figure = Figure(figsize=(8, 3), layout="constrained")
     profile = matched[matched["metric"] == "distance_profile"]

@@ -13,10 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
+import xarray as xr
+from draw_division import draw
+from matplotlib.figure import Figure
 from msa_analysis.replication import across_seeds, match_proxies
 from msa_analysis.specialization import distance_profile, recency
 from named_tests import agreement, compare_arms, over_seeds
-from run_tables import Measured, measure
+from run_tables import measure
 
 from msa_lab.config import RunConfig
 from msa_lab.runs import Run
@@ -29,12 +32,13 @@ HERE = Path(__file__).parent
 def analyse(runs: Sequence[Run], *, cache: str | Path, documents: int = 64) -> dict[str, pd.DataFrame]:
     """Every table of the study, by name, from its finished runs."""
     found = {(run.config.arm, run.config.seed): measure(run, cache=cache, documents=documents) for run in runs}
+    sums = {key: one.sums for key, one in found.items()}
     tables = {
-        "runs": pd.DataFrame([_summary(run) for run in runs]),
-        "numbers": _stacked({key: one.numbers for key, one in found.items()}),
-        "by_distance": _stacked({key: one.by_distance for key, one in found.items()}),
-        "costs": _stacked({key: one.costs for key, one in found.items()}),
-        "matched": pd.concat([_matched(found, arm) for arm in dict.fromkeys(arm for arm, _ in found)]),
+        "runs": pd.DataFrame([summary(run) for run in runs]),
+        "numbers": stacked({key: one.numbers for key, one in found.items()}),
+        "by_distance": stacked({key: one.by_distance for key, one in found.items()}),
+        "costs": stacked({key: one.costs for key, one in found.items()}),
+        "matched": pd.concat([matched(sums, arm) for arm in dict.fromkeys(arm for arm, _ in found)]),
     }
     tables["numbers_over_seeds"] = over_seeds(tables["numbers"], ["arm", "metric"])
     tables["test_arms"] = compare_arms(tables["numbers"])
@@ -42,30 +46,33 @@ def analyse(runs: Sequence[Run], *, cache: str | Path, documents: int = 64) -> d
     return tables
 
 
-def _summary(run: Run) -> dict[str, object]:
+def summary(run: Run) -> dict[str, object]:
+    """One row of the table of runs."""
     config, result = run.config, run.result
     names = ("config_hash", "validation_loss", "wall_seconds", "tokens", "path", "corpus_hash")
     found = {name: result[name] for name in names} | {"code": run.environment["code"]}
     return {"arm": config.arm, "seed": config.seed} | found
 
 
-def _stacked(frames: Mapping[tuple[str, int], pd.DataFrame]) -> pd.DataFrame:
+def stacked(frames: Mapping[tuple[str, int], pd.DataFrame]) -> pd.DataFrame:
+    """One table of the tables by (arm, seed)."""
     return pd.concat([frame.assign(arm=arm, seed=seed) for (arm, seed), frame in frames.items()], ignore_index=True)
 
 
-def _matched(found: Mapping[tuple[str, int], Measured], arm: str) -> pd.DataFrame:
+def matched(found: Mapping[tuple[str, int], xr.Dataset], arm: str) -> pd.DataFrame:
     """Recency and distance profile of each proxy at the end, matched across the arm's seeds: mean over seeds."""
     seeds = [seed for name, seed in found if name == arm]
-    sums = [one.isel(step=[-1]) for one in match_proxies([found[arm, seed].sums for seed in seeds])]
+    sums = [one.isel(step=[-1]) for one in match_proxies([found[arm, seed] for seed in seeds])]
     parts = [
         across_seeds({s: of(one) for s, one in zip(seeds, sums, strict=True)}) for of in (recency, distance_profile)
     ]
     return pd.concat(parts).assign(arm=arm)
 
 
-def write(tables: Mapping[str, pd.DataFrame], runs: Iterable[Run], out: Path) -> None:
-    """Tables as CSV, what they were measured on, and the figures."""
-    from draw_division import draw
+def write(
+    tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Figure], runs: Iterable[Run], out: Path, command: str
+) -> None:
+    """Tables as CSV, the figures, and what was run on what."""
     from msa_analysis.figures import save
 
     out.mkdir(parents=True, exist_ok=True)
@@ -78,12 +85,12 @@ def write(tables: Mapping[str, pd.DataFrame], runs: Iterable[Run], out: Path) ->
         if name in environment
     }
     where = {
-        "command": "python experiments/recall_division/measure_division.py",
+        "command": command,
         "machine": platform.machine(),
         "cores": os.cpu_count(),
     }
     (out / "environment.json").write_text(json.dumps(where | held, indent=2) + "\n")
-    for name, figure in draw(tables).items():
+    for name, figure in figures.items():
         save(figure, out / f"{name}.png", dpi=110)
         save(figure, out / f"{name}.svg", kind="svg")
 
@@ -96,21 +103,26 @@ def trained(study: Sequence[RunConfig], *, root: Path, cache: str | Path, slots:
     """
     failures = sweep(study, root=root, cache=cache, slots=slots)
     if failures:
-        raise SystemExit(f"{len(failures)} runs failed; {root}/recall_division holds their logs")
+        raise SystemExit(f"{len(failures)} runs failed; {root}/{study[0].study} holds their logs")
     return [Run.of(config, root) for config in study]
+
+
+def arguments(description: str | None, here: Path) -> argparse.Namespace:
+    """The command line of a study whose folder is `here`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path("runs"), help="where runs are kept")
+    parser.add_argument("--cache", type=Path, default=Path("data"), help="where corpora are kept")
+    parser.add_argument("--out", type=Path, default=here / "results", help="where tables and figures go")
+    parser.add_argument("--slots", type=int, default=1, help="runs trained at a time")
+    return parser.parse_args()
 
 
 def main() -> None:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, default=Path("runs"), help="where runs are kept")
-    parser.add_argument("--cache", type=Path, default=Path("data"), help="where corpora are kept")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="where tables and figures go")
-    parser.add_argument("--slots", type=int, default=1, help="runs trained at a time")
-    args = parser.parse_args()
+    args = arguments(__doc__, HERE)
     runs = trained(load_study(HERE / "study.py"), root=args.root, cache=args.cache, slots=args.slots)
     tables = analyse(runs, cache=args.cache)
-    write(tables, runs, args.out)
+    write(tables, draw(tables), runs, args.out, "python experiments/recall_division/measure_division.py")
     for name in ("test_arms", "test_agreement"):
         print(tables[name].to_string(index=False))
 

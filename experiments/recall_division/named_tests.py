@@ -12,26 +12,27 @@ LEVEL = 0.01
 FIRST, SECOND = "mixture", "near_only"
 
 
-def compare_arms(numbers: pd.DataFrame) -> pd.DataFrame:
-    """The two primary endpoints: the arms' means, their difference, p (exact permutation) and p_holm; `holds` says
-    whether p_holm is below 0.01 and the difference positive.
+def compare_arms(numbers: pd.DataFrame, second: str = SECOND) -> pd.DataFrame:
+    """The two primary endpoints of `mixture` and another arm: means, their difference, p (exact permutation) and
+    p_holm; `holds` says whether p_holm is below 0.01 and the difference positive.
 
     Args:
         numbers: Columns arm, seed, metric, value.
+        second: The other arm.
     """
     rows = []
     for metric in ENDPOINTS:
         part = numbers[numbers["metric"] == metric]
-        first, second = (part.loc[part["arm"] == arm, "value"].to_numpy(float) for arm in (FIRST, SECOND))
-        welch = stats.ttest_ind(first, second, equal_var=False).confidence_interval()
+        one, control = (part.loc[part["arm"] == arm, "value"].to_numpy(float) for arm in (FIRST, second))
+        welch = stats.ttest_ind(one, control, equal_var=False).confidence_interval()
         row = {
             "endpoint": metric,
-            FIRST: first.mean(),
-            SECOND: second.mean(),
-            "difference": first.mean() - second.mean(),
+            FIRST: one.mean(),
+            second: control.mean(),
+            "difference": one.mean() - control.mean(),
         }
-        row |= {"low": welch.low, "high": welch.high, "p": permutation_p(first, second)}
-        rows.append(row | {"runs": f"{len(first)} and {len(second)}"})
+        row |= {"low": welch.low, "high": welch.high, "p": permutation_p(one, control)}
+        rows.append(row | {"runs": f"{len(one)} and {len(control)}"})
     frame = pd.DataFrame(rows)
     order = frame["p"].to_numpy().argsort(kind="stable")
     steps = frame["p"].to_numpy()[order] * np.arange(len(order), 0, -1)
@@ -51,10 +52,10 @@ def permutation_p(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def agreement(by_distance: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Pearson's r of accuracy and recall over bins, one a run of `mixture`, and the test of their mean.
+    """Pearson's r of accuracy and recall over the rows of a run of `mixture`, and the test of their mean over runs.
 
     Args:
-        by_distance: Columns arm, seed, bin, accuracy, recall.
+        by_distance: Columns arm, seed, accuracy, recall; a row a distance.
     """
     part = by_distance[by_distance["arm"] == FIRST].dropna(subset=["accuracy", "recall"])
     rows = [

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 import xarray as xr
+from draw_division import draw
 from measure_division import analyse, write
 from msa_analysis.specialization import recall_by_distance
 from msa_analysis.tally import tally
@@ -179,7 +180,7 @@ def test_every_table_and_figure_is_made_from_trained_folders(tmp_path: Path) -> 
         == [[1, 2, 3, 4, 5]] * 2
     )
     assert len(tables["test_arms"]) == 2
-    write(tables, runs, tmp_path / "out")
+    write(tables, draw(tables), runs, tmp_path / "out", "as tested")
     made = {path.name for path in (tmp_path / "out").iterdir()}
     assert {
         "numbers.csv",

@@ -80,8 +80,7 @@ def test_evaluating_a_finished_run_again_gives_its_result(study: Path) -> None:
 
 def test_a_finished_study_is_not_trained_again(study: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (study / "runs").rglob("result.json")}
-    command = [sys.executable, "-m", "msa_lab.cli", "sweep", str(study / "study.py"), "--root", str(study / "runs")]
-    subprocess.run([*command, "--cache", str(study / "data")], check=True, capture_output=True, timeout=200)
+    assert main(["sweep", str(study / "study.py"), "--root", str(study / "runs"), "--cache", str(study / "data")]) == 0
     assert {path: path.stat().st_mtime_ns for path in (study / "runs").rglob("result.json")} == before
 
 

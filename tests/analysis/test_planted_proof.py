@@ -21,6 +21,8 @@ from populations import UNEQUAL, Population
 from scenarios import FEW, SCENARIOS
 from scipy import stats
 
+pytestmark = pytest.mark.xdist_group("planted")  # what it measures is made once, not once a worker
+
 RARE = 1e-7
 """Of a single check; there are fewer than 1,000."""
 RUNS = 40

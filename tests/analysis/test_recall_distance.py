@@ -108,6 +108,7 @@ def test_answers_under_a_window_are_recalled_where_the_window_is(short_runs: tup
         assert own[distance] == pytest.approx(float(nats[asked].neg().exp().mean()))
 
 
+@pytest.mark.slow
 def test_every_table_and_figure_is_made_from_trained_folders(short_runs: tuple[list[Run], Path]) -> None:
     runs, cache = short_runs
     tables = analyse(runs, cache=cache, documents=5)

@@ -161,6 +161,7 @@ def test_accuracy_is_pooled_over_the_questions_of_a_bin() -> None:
     assert frame["questions"].tolist() == [4, 4]
 
 
+@pytest.mark.slow
 def test_every_table_and_figure_is_made_from_trained_folders(tmp_path: Path) -> None:
     study = [run for run in load_study(STUDY / "study.py") if run.seed < 2]
     runs = []

@@ -21,6 +21,8 @@ from msa_analysis.wording import duration, interval, number, quantity
 from msa_lab.runs import Run, find
 from msa_lab.selections import open_selections
 
+pytestmark = pytest.mark.xdist_group("report")  # what it measures is made once, not once a worker
+
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 
 

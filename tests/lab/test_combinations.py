@@ -35,6 +35,15 @@ COMBINATIONS = {
     "every third query": {"selections": {"query_stride": 3}},
     "warm-up to the end": {"train": {"proxy_warmup_steps": 100}},
 }
+SELDOM = (
+    "nothing forced",
+    "no teacher",
+    "every third query",
+    "everything forced",
+    "a key for each proxy",
+    "half precision",
+)
+"""The rarest of them, which wait for the slow tests."""
 REPORTED = ("kinds mixed by layer", "nothing forced", "no teacher", "nothing recorded", "every third query")
 
 
@@ -53,7 +62,9 @@ def trained(where, **changes):
 
 
 @pytest.mark.filterwarnings("ignore:.*dense in all but name")
-@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ()) for name in COMBINATIONS]
+)
 def test_a_seldom_combination_goes_from_training_to_the_report(name, where):
     run = trained(
         where, arm=name.replace(" ", "_").replace(",", ""), **{k: dict(v) for k, v in COMBINATIONS[name].items()}

@@ -183,6 +183,7 @@ def test_nothing_there_is_refused(here: Path, capsys, arguments: list[str], said
     assert said in refused(capsys, *arguments)
 
 
+@pytest.mark.slow
 def test_one_proxy_has_places_but_no_differences(here: Path) -> None:
     run = planted_run(here, small_log(proxies=1), model={"num_proxies": 1})
     measured, _ = analyze([run.path])
@@ -268,6 +269,7 @@ def test_unlike_logs_are_not_to_be_compared_and_have_no_mean_over_seeds(
     assert table["reason"].str.startswith(said).all()
 
 
+@pytest.mark.slow
 def test_a_file_of_another_model_is_measured_and_can_be_clicked_through(here: Path, capsys) -> None:
     ids = small_log(records=2)["selected"].values[-1]
     text = np.tile(np.frombuffer(b"what is <b>read</b> and what is not ", np.uint8), 15)[:512]

@@ -35,7 +35,11 @@ def compared(name: str) -> pd.DataFrame:
     return proof.against(frame, truths(population))
 
 
-UNEVEN = ("near and far", "other places, same content", "same stride", "one collapsed")
+UNEVEN = [
+    "near and far",
+    "other places, same content",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("same stride", "one collapsed")),
+]
 
 
 @pytest.mark.parametrize("name", UNEVEN)

@@ -148,6 +148,7 @@ def test_layers_without_proxies_do_not_enter_the_measures(tmp_path: Path) -> Non
     assert selected.data["layer"].values.tolist() == [0]
 
 
+@pytest.mark.slow
 def test_measures_over_seeds_use_the_seeds_spread(tmp_path: Path) -> None:
     folders.study(tmp_path, seeds=2)
     evidence = collect(tmp_path)

@@ -157,6 +157,7 @@ def test_dense_only_runs_say_what_is_not_defined(tmp_path: Path) -> None:
     assert selection_table(tmp_path / "runs").empty
 
 
+@pytest.mark.slow
 def test_one_proxy_has_no_specialization_in_the_page(tmp_path: Path) -> None:
     made = folders.config("p1", "msa", model={"num_proxies": 1})
     log = planted.log([planted.leaning(2)], layers=2, steps=tuple(range(0, 120, 10)))
@@ -203,6 +204,7 @@ def test_a_bigram_table_in_bits_never_stands_beside_losses_in_nats(tmp_path: Pat
     assert table["bigram"].tolist() == ["", ""]
 
 
+@pytest.mark.slow
 def test_figures_and_their_numbers_lie_in_a_folder(study: Path, tmp_path: Path) -> None:
     stale = tmp_path / "figures" / "of-another-study.png"
     stale.parent.mkdir()

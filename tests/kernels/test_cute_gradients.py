@@ -98,7 +98,9 @@ def _recomputed(*given):
     return torch.utils.checkpoint.checkpoint(_step, *given, use_reentrant=False)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "windows" else ()) for name in SHAPES]
+)
 def test_a_layer_trains_plainly_recomputed_and_compiled(name: str, small_windows: None):
     leaves, selection = _problem(name)
     out, lse = reference.sparse_attention(*leaves[2:], selection)

@@ -196,6 +196,7 @@ def peaks(*lengths, dim, kept=0):
     return [float(x) for x in done.stdout.split()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_grows_at_most_linearly_with_the_sequence():
     base, small, large = peaks(1536, 3072, dim=16, kept=2**20)

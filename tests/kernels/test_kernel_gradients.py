@@ -9,7 +9,7 @@ CU = torch.tensor([0, 4, 11, 11, 22], dtype=torch.int32)
 SIZES = {"batch": 2, "sequence": 11, "heads": 4, "kv_heads": 2, "proxies": 2, "proxy_kv_heads": 1}
 
 
-@pytest.fixture(params=["rows", "documents_recomputed"])
+@pytest.fixture(params=["rows", pytest.param("documents_recomputed", marks=pytest.mark.slow)])
 def grid(request, monkeypatch):
     """The block grid: of rows in one chunk, and of packed documents in chunks that are recomputed."""
     if request.param == "rows":

@@ -229,6 +229,7 @@ def test_prepare_builds_a_corpus_and_a_tokenizer(capsys, tmp_path):
     assert json.loads(out[out.index("{") : out.rindex("}") + 1])["vocab_size"] == 260
 
 
+@pytest.mark.slow
 def test_a_child_saves_and_ends_with_its_sweep(tmp_path):
     from tiny import tiny_run
 

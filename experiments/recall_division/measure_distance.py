@@ -11,8 +11,8 @@ from pathlib import Path
 import pandas as pd
 from distance_tables import measure
 from draw_distance import draw
-from measure_division import arguments, matched, stacked, summary, trained, write
-from named_tests import agreement, compare_arms, over_seeds
+from measure_division import arguments, common_tables, trained, write
+from named_tests import agreement, compare_arms
 
 from msa_lab.runs import Run
 from msa_lab.study import load_study
@@ -24,16 +24,7 @@ CONTROLS = ("near_only", "far_only")
 
 def analyse(runs: Sequence[Run], *, cache: str | Path, documents: int = 64) -> dict[str, pd.DataFrame]:
     """Every table of the study, by name, from its finished runs."""
-    found = {(run.config.arm, run.config.seed): measure(run, cache=cache, documents=documents) for run in runs}
-    sums = {key: one.sums for key, one in found.items()}
-    tables = {
-        "runs": pd.DataFrame([summary(run) for run in runs]),
-        "numbers": stacked({key: one.numbers for key, one in found.items()}),
-        "by_distance": stacked({key: one.by_distance for key, one in found.items()}),
-        "costs": stacked({key: one.costs for key, one in found.items()}),
-        "matched": pd.concat([matched(sums, arm) for arm in dict.fromkeys(arm for arm, _ in found)]),
-    }
-    tables["numbers_over_seeds"] = over_seeds(tables["numbers"], ["arm", "metric"])
+    tables = common_tables({run: measure(run, cache=cache, documents=documents) for run in runs})
     tables["test_arms"] = compare_controls(tables["numbers"])
     points = tables["by_distance"].rename(columns={"probability": "accuracy"})
     per_run, tables["test_agreement"] = agreement(points)

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from msa_analysis.replication import across_seeds, match_proxies
 from msa_analysis.specialization import distance_profile, recency
 from named_tests import agreement, compare_arms, over_seeds
-from run_tables import measure
+from run_tables import Measured, measure
 
 from msa_lab.config import RunConfig
 from msa_lab.runs import Run
@@ -31,19 +31,24 @@ HERE = Path(__file__).parent
 
 def analyse(runs: Sequence[Run], *, cache: str | Path, documents: int = 64) -> dict[str, pd.DataFrame]:
     """Every table of the study, by name, from its finished runs."""
-    found = {(run.config.arm, run.config.seed): measure(run, cache=cache, documents=documents) for run in runs}
+    tables = common_tables({run: measure(run, cache=cache, documents=documents) for run in runs})
+    tables["test_arms"] = compare_arms(tables["numbers"])
+    tables["agreement_runs"], tables["test_agreement"] = agreement(tables["by_distance"])
+    return tables
+
+
+def common_tables(measured: Mapping[Run, Measured]) -> dict[str, pd.DataFrame]:
+    """The tables that need no test, by name."""
+    found = {(run.config.arm, run.config.seed): one for run, one in measured.items()}
     sums = {key: one.sums for key, one in found.items()}
     tables = {
-        "runs": pd.DataFrame([summary(run) for run in runs]),
+        "runs": pd.DataFrame([summary(run) for run in measured]),
         "numbers": stacked({key: one.numbers for key, one in found.items()}),
         "by_distance": stacked({key: one.by_distance for key, one in found.items()}),
         "costs": stacked({key: one.costs for key, one in found.items()}),
         "matched": pd.concat([matched(sums, arm) for arm in dict.fromkeys(arm for arm, _ in found)]),
     }
-    tables["numbers_over_seeds"] = over_seeds(tables["numbers"], ["arm", "metric"])
-    tables["test_arms"] = compare_arms(tables["numbers"])
-    tables["agreement_runs"], tables["test_agreement"] = agreement(tables["by_distance"])
-    return tables
+    return tables | {"numbers_over_seeds": over_seeds(tables["numbers"], ["arm", "metric"])}
 
 
 def summary(run: Run) -> dict[str, object]:

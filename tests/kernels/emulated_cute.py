@@ -16,7 +16,7 @@ def load(kernel):
     return lambda *given: globals()[f"_{type(kernel).__name__}"](kernel, *given)
 
 
-def _Layout(kernel, cu_seqlens, first, starts, ends, documents, sequence):  # noqa: N802
+def _Layout(kernel, cu_seqlens, first, starts, ends, documents, sequence):
     offsets = cu_seqlens if cu_seqlens is not None else torch.arange(documents + 1) * sequence
     starts.fill_(0)
     ends.fill_(0)
@@ -32,7 +32,7 @@ def _own(first, starts, token, block_size):
     return oldest, (token - int(starts[oldest])) // block_size
 
 
-def _ReverseIndex(kernel, blocks, first, starts, counts, offsets, edges, tasks, task_ptr, claims, window):  # noqa: N802
+def _ReverseIndex(kernel, blocks, first, starts, counts, offsets, edges, tasks, task_ptr, claims, window):
     from msa_kernels.cute.index import EDGE_SLOTS, TASK
 
     batch, proxies, sequence, _ = blocks.shape
@@ -57,7 +57,7 @@ def _ReverseIndex(kernel, blocks, first, starts, counts, offsets, edges, tasks, 
             task_ptr[row // (size * proxies) + 1 :] = task
 
 
-def _Slots(kernel, blocks, first, starts, own_slot, counts, queries):  # noqa: N802
+def _Slots(kernel, blocks, first, starts, own_slot, counts, queries):
     sequence = blocks.shape[2]
     for token in range(len(first)):
         _, own = _own(first, starts, token, kernel.block_size)
@@ -68,7 +68,7 @@ def _Slots(kernel, blocks, first, starts, own_slot, counts, queries):  # noqa: N
         queries += (earlier + chosen > 0).int()
 
 
-def _Deltas(kernel, out, upstream, delta):  # noqa: N802
+def _Deltas(kernel, out, upstream, delta):
     delta.copy_((out.float() * upstream.float()).sum(-1))
 
 
@@ -112,11 +112,11 @@ def _seen(queries, start, length):
     return tokens, start + torch.arange(length) <= tokens[:, None]
 
 
-def _Attend(kernel, *_):  # noqa: N802
+def _Attend(kernel, *_):
     """Nothing: what it prepares is part of what `_Merge` computes."""
 
 
-def _Merge(kernel, q, k, v, blocks, first, starts, ends, claims, partial, partial_lse, out, lse, window, begin, end):  # noqa: N802
+def _Merge(kernel, q, k, v, blocks, first, starts, ends, claims, partial, partial_lse, out, lse, window, begin, end):
     sequence = blocks.shape[2]
     for token in range(begin, end):
         oldest, own = _own(first, starts, token, kernel.block_size)
@@ -135,7 +135,7 @@ def _Merge(kernel, q, k, v, blocks, first, starts, ends, claims, partial, partia
                 out[token, head] = scores.softmax(0) @ v[keys, kv_head]
 
 
-def _Backward(  # noqa: N802
+def _Backward(
     kernel, q, k, v, dout, lse, delta, own_slot, edges, tasks, task_ptr, claims, first, starts, ends,
     dq_parts, dk_parts, dv_parts, window, begin, end, slots, _,
 ):  # fmt: skip
@@ -160,7 +160,7 @@ def _Backward(  # noqa: N802
             dq_parts[lines] = ds @ keys
 
 
-def _ProxyKL(  # noqa: N802
+def _ProxyKL(
     kernel, q, k, q_proxy, k_proxy, lse, lse_proxy, own_slot, edges, tasks, task_ptr, claims, first, starts, ends,
     dq_parts, dk_parts, values, window, begin, end, slots, _,
 ):  # fmt: skip
@@ -195,7 +195,7 @@ def _ProxyKL(  # noqa: N802
             dq_parts[[((t - begin) * units + proxy) * slots + slot for t, slot in queries]] = difference @ keys
 
 
-def _SumQueries(kernel, parts, counts, queries, gradients, scale, begin, end, slots):  # noqa: N802
+def _SumQueries(kernel, parts, counts, queries, gradients, scale, begin, end, slots):
     sequence, sharing = counts.shape[2], kernel.units // kernel.num_selections
     lines = parts[: (end - begin) * kernel.units * slots * kernel.group]
     lines = lines.view(end - begin, kernel.units, slots, kernel.group, kernel.dim)
@@ -207,7 +207,7 @@ def _SumQueries(kernel, parts, counts, queries, gradients, scale, begin, end, sl
             gradients[token, unit * kernel.group : (unit + 1) * kernel.group] = total
 
 
-def _SumKeys(  # noqa: N802
+def _SumKeys(
     kernel, parts, more_parts, tasks, task_ptr, first, starts, ends, queries, kept, more_kept, gradients,
     more_gradients, scale, window, begin, end,
 ):  # fmt: skip
@@ -237,7 +237,7 @@ def _SumKeys(  # noqa: N802
                     earlier[start:stop, head] = total
 
 
-def _SumValues(kernel, parts, tasks, task_ptr, first, starts, ends, queries, value, window, begin, end):  # noqa: N802
+def _SumValues(kernel, parts, tasks, task_ptr, first, starts, ends, queries, value, window, begin, end):
     sharing, oldest = kernel.num_proxies // kernel.num_selections, int(task_ptr[window])
     if begin == 0:
         value.zero_()
@@ -253,5 +253,5 @@ def _SumValues(kernel, parts, tasks, task_ptr, first, starts, ends, queries, val
         value /= queries.clamp(min=1).repeat_interleave(sharing)
 
 
-def _Scale(kernel, gradients, upstream, result):  # noqa: N802
+def _Scale(kernel, gradients, upstream, result):
     result.copy_((gradients * upstream[:, None]).unflatten(1, (kernel.heads, -1)).sum(2))

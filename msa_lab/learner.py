@@ -132,11 +132,21 @@ class Learner(L.LightningModule):
             # Without the KL nothing trains the proxies, and DDP refuses parameters that never get a gradient.
             for _, parameter in self.model.proxy_parameters():
                 parameter.requires_grad_(False)
-        self.losses = torch.compile(self._losses, dynamic=False) if self.train_config.compile else self._losses
+        self.losses = self._compiled() if self.train_config.compile else self._losses
         self.clock = Clock()
         self._sums: list[Tensor] = []
         self._norms: dict[str, Tensor] = {}
         self._speed_known = False
+
+    def _compiled(self) -> Any:
+        """Compiled and, where nothing forbids it, replayed as CUDA graphs.
+
+        A host needs longer to launch the thousand kernels of a small model's step than a GPU to run them. Gradients
+        that add up over parts would be overwritten by the next replay, and FlexAttention's masks are made anew.
+        """
+        cuda, train = torch.cuda.is_available(), self.train_config
+        graphs = cuda and train.accumulate == 1 and self.hparams["backend"] != "flex"
+        return torch.compile(self._losses, dynamic=False, mode="reduce-overhead" if graphs else None)
 
     def _losses(self, part: Part, sparse: bool) -> tuple[Float[Tensor, ""], Float[Tensor, "served_layer proxy"] | None]:
         output = self.model(

@@ -201,7 +201,7 @@ def rates(training: Training, steps: int) -> dict[str, object]:
     return {
         "tokens_per_second": statistics.median(found[1:]),
         "10% to 90%": [least, most],
-        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "peak_memory_gib": torch.cuda.max_memory_reserved() / 2**30,
     }
 
 

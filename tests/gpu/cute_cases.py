@@ -71,6 +71,10 @@ CASES = {
 }
 LEARNING = {name: case._replace(block_size=128) for name, case in CASES.items()}
 """The kernels of gradients and of the KL are for blocks of 128 tokens."""
+TEACHING = {
+    name: case for name, case in LEARNING.items() if case.heads // max(case.proxies, case.kv_heads) in cute.GROUPS
+}
+"""Attention repeats lists for a group that has no kernel of its own; the KL and the step refuse it."""
 WRITTEN = ("the_published_shape", "documents", "several_windows", "k_beyond_the_blocks", "one_token", "fp16")
 """Cases that are run on memory that holds something else before."""
 

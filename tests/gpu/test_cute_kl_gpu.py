@@ -4,7 +4,7 @@ import pytest
 import torch
 from cute_cases import (
     KINDS,
-    LEARNING,
+    TEACHING,
     WRITTEN,
     Case,
     chosen,
@@ -89,16 +89,16 @@ def floors(q_proxy: torch.Tensor, k_proxy: torch.Tensor) -> list[float]:
     return [q_proxy.shape[2] ** 0.5, size, size]
 
 
-@pytest.mark.parametrize("name", LEARNING)
+@pytest.mark.parametrize("name", TEACHING)
 def test_value_and_gradients(name: str):
-    case = LEARNING[name]
+    case = TEACHING[name]
     tensors, offsets = inputs(case)
     compare(name, tensors, chosen(case, tensors, offsets))
 
 
-@pytest.mark.parametrize("name", LEARNING)
+@pytest.mark.parametrize("name", TEACHING)
 def test_dense_value_and_gradients(name: str):
-    tensors, offsets = inputs(LEARNING[name])
+    tensors, offsets = inputs(TEACHING[name])
     compare(name, tensors, offsets)
 
 
@@ -113,13 +113,13 @@ def test_value_and_gradients_of_random_shapes(seed: int):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_selection_has_a_kl(kind: str):
-    case = LEARNING["the_published_shape"]
+    case = TEACHING["the_published_shape"]
     tensors, _ = inputs(case)
     compare(kind, tensors, selection_of(kind, case))
 
 
 def test_a_selection_of_nothing_has_a_kl_of_zero():
-    case = LEARNING["the_published_shape"]
+    case = TEACHING["the_published_shape"]
     tensors, _ = inputs(case)
     selection = selection_of("nothing", case)
     assert not any(x.any() for x in results(cute, tensors, lse_of(cute, tensors, selection), selection))
@@ -200,7 +200,7 @@ def test_a_packed_document_gets_what_it_gets_alone_whatever_its_neighbours_hold(
 @pytest.mark.parametrize("support", ["sparse", "dense"])
 @pytest.mark.parametrize("name", WRITTEN)
 def test_every_element_is_written_whatever_memory_held_before(name: str, support: str, monkeypatch: pytest.MonkeyPatch):
-    case = LEARNING[name]
+    case = TEACHING[name]
     tensors, offsets = inputs(case)
     selection = chosen(case, tensors, offsets) if support == "sparse" else offsets
     lse = lse_of(cute, tensors, selection)
@@ -217,7 +217,7 @@ def test_200_repeats_of_the_dense_kl_are_bitwise_equal_with_other_work_before():
 
 
 def test_gradients_are_linear_in_each_proxys_upstream_scalar():
-    case = LEARNING["two_proxies_over_four_key_heads"]
+    case = TEACHING["two_proxies_over_four_key_heads"]
     tensors, offsets = inputs(case)
     selection = chosen(case, tensors, offsets)
     q_proxy, k_proxy, q, k, v = (x.requires_grad_() for x in tensors)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cute_cases import (
-    LEARNING,
+    TEACHING,
     WRITTEN,
     Case,
     chosen,
@@ -63,9 +63,9 @@ def different(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
     return {part for part in PARTS if not torch.equal(ours[part], theirs[part])}
 
 
-@pytest.mark.parametrize("name", LEARNING)
+@pytest.mark.parametrize("name", TEACHING)
 def test_a_step_has_the_bits_of_an_operation_each(name: str):
-    case = LEARNING[name]
+    case = TEACHING[name]
     tensors, offsets = inputs(case)
     selection = chosen(case, tensors, offsets)
     ours, theirs = (results(step, tensors, selection) for step in (attend, apart))
@@ -77,7 +77,7 @@ def test_a_step_has_the_bits_of_an_operation_each(name: str):
 
 
 def test_rows_without_blocks():
-    case = LEARNING["the_published_shape"]
+    case = TEACHING["the_published_shape"]
     tensors, _ = inputs(case)
     selection = selection_of("rows_without_blocks", case)
     ours = results(attend, tensors, selection)
@@ -89,7 +89,7 @@ def test_rows_without_blocks():
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_every_element_is_written_whatever_memory_held_before(name: str, monkeypatch: pytest.MonkeyPatch):
-    case = LEARNING[name]
+    case = TEACHING[name]
     tensors, offsets = inputs(case)
     selection = chosen(case, tensors, offsets)
     plain = results(attend, tensors, selection)
@@ -108,7 +108,7 @@ def test_500_repeats_are_bitwise_equal_with_other_work_before(windows: bool, mon
 
 
 def test_absent_gradients_cost_nothing():
-    case = LEARNING["small_model"]
+    case = TEACHING["small_model"]
     tensors, offsets = inputs(case)
     selection = chosen(case, tensors, offsets)
 
@@ -151,15 +151,15 @@ def test_a_step_compiles_into_one_graph_and_can_be_recomputed():
 
     compiled = torch.compile(step, fullgraph=True)
     for length in (700, 412, 555):
-        tensors = [x[:, :length] for x in inputs(LEARNING["small_model"])[0]]
+        tensors = [x[:, :length] for x in inputs(TEACHING["small_model"])[0]]
         plain = results(step, tensors, None)
         for function in (compiled, recomputed, torch.compile(recomputed)):
             assert different(results(function, tensors, None), plain) == set()
 
 
 def test_gradients_accumulate_over_passes():
-    tensors, offsets = inputs(LEARNING["small_model"])
-    selection = chosen(LEARNING["small_model"], tensors, offsets)
+    tensors, offsets = inputs(TEACHING["small_model"])
+    selection = chosen(TEACHING["small_model"], tensors, offsets)
     leaves = [x.requires_grad_() for x in tensors]
     out, kl = attend(*leaves, selection)
     once = torch.autograd.grad(out.float().sum() + kl.sum(), leaves, retain_graph=True)

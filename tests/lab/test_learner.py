@@ -23,7 +23,8 @@ def test_kept_gradients_flex_and_cpus_do_without_cuda_graphs(tmp_path: Path, mon
 
 def test_rotation_is_one_operation_to_a_compiler() -> None:
     positions = torch.arange(7)[None]
-    torch.library.opcheck(torch.ops.msa_lab.rotation.default, (positions, 8, 1e4), test_utils=("test_schema", "test_faketensor"))
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.msa_lab.rotation.default, (positions, 8, 1e4), test_utils=checks)
     cos, sin = rotation(positions, 8, 1e4)
     angle = 3 * 1e4 ** (-2 * torch.arange(4) / 8)
     torch.testing.assert_close(cos[0, 3, 0], angle.cos())

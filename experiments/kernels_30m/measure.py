@@ -244,7 +244,8 @@ def main() -> None:
         report = speed(args.length, args.cache, args.steps or 60)
     where = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "command": " ".join(sys.argv)}
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{args.what}.json"
+    some = "" if args.length == list(LENGTHS) else "_" + "_".join(map(str, args.length))
+    path = args.out / f"{args.what}{some}.json"
     path.write_text(json.dumps({**where, **report}, indent=2) + "\n")
     print(path)
 

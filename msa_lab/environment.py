@@ -13,7 +13,10 @@ from msa_kernels import select_path
 
 from msa_lab.config import RunConfig
 
-_PACKAGES = ("torch", "lightning", "numpy", "zarr", "xarray", "tokenizers", "triton", "nvidia-cutlass-dsl", "wandb")
+_PACKAGES = (
+    *("torch", "lightning", "numpy", "zarr", "xarray", "tokenizers", "triton", "nvidia-cutlass-dsl", "flash-attn-4"),
+    "wandb",
+)
 
 
 def kernel_path(config: RunConfig, device: torch.device) -> tuple[str, str]:

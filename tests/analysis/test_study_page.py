@@ -199,6 +199,16 @@ def test_committed_studies_are_what_their_tables_give() -> None:
     assert [wrong for folder in finished for wrong in unsupported(folder)] == []
 
 
+def test_findings_quote_what_the_studies_found() -> None:
+    findings = (EXPERIMENTS / "README.md").read_text().partition("\n## Findings\n")[2].partition("\n## ")[0]
+    texts = re.split(r"^\*\*\[(?=\w+\]\()", findings, flags=re.MULTILINE)[1:]
+    assert texts
+    for text in texts:
+        name = text.partition("]")[0]
+        page = EXPERIMENTS / name / ("results.md" if is_study(EXPERIMENTS / name) else "README.md")
+        assert set(NUMBER.findall(text)) <= set(NUMBER.findall(page.read_text())), name
+
+
 @pytest.mark.parametrize("name", ["noise", "proxies", "recall", "budget", "recipe"])
 def test_studies_over_seeds_are_what_they_say(name: str) -> None:
     study = read_study(EXPERIMENTS / name)

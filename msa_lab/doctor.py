@@ -109,6 +109,7 @@ def kernel_paths() -> list[str]:
     import torch
     from msa_kernels import select_path
     from msa_kernels.cute import compile as compiling
+    from msa_kernels.cute import library
 
     place = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = {"device_type": place, "dtype": torch.bfloat16, "head_dim": 128, "proxy_dim": 128, "block_size": 128}
@@ -116,7 +117,8 @@ def kernel_paths() -> list[str]:
     for path in ("reference", "flex", "cute"):
         try:
             select_path(**sizes, backend=path)
-            lines.append(f"kernels: {path} is usable on {place}")
+            attention = f"; {library.describe()}" if path == "cute" else ""
+            lines.append(f"kernels: {path} is usable on {place}{attention}")
         except ValueError as error:
             lines.append(f"kernels: {error}")
     try:

@@ -6,12 +6,12 @@ import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import torch
-from msa_kernels import select_path
+from typing import TYPE_CHECKING, Any
 
 from msa_lab.config import RunConfig
+
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGES = (
     *("torch", "lightning", "numpy", "zarr", "xarray", "tokenizers", "triton", "nvidia-cutlass-dsl", "flash-attn-4"),
@@ -25,6 +25,9 @@ def kernel_path(config: RunConfig, device: torch.device) -> tuple[str, str]:
     Raises:
         ValueError: The config asks for a path that cannot be had here.
     """
+    import torch
+    from msa_kernels import select_path
+
     model = config.model
     return select_path(
         device_type=device.type,
@@ -43,6 +46,8 @@ def kernel_path(config: RunConfig, device: torch.device) -> tuple[str, str]:
 
 def describe(config: RunConfig, device: torch.device, corpus: dict[str, Any]) -> dict[str, Any]:
     """Everything outside the config that can change a number."""
+    import torch
+
     path, reason = kernel_path(config, device)
     cuda = device.type == "cuda"
     return {

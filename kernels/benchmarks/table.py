@@ -1,6 +1,6 @@
 """Turn files of `bench_gpu.py` into the tables of a README, each stage beside the least time it could take.
 
-    cd kernels/benchmarks/results && python ../table.py h200.json h200_16k.json --into README.md
+    cd kernels/benchmarks/results && python ../table.py h200.json h200_256k.json h200_warmup.json --into README.md
 
 The least time ("floor") of a stage is the larger of its multiply-adds over what a matrix product reaches on that GPU
 and its bytes, each read and written once, over what a copy reaches (`--tflops`, `--tbytes`: an H200's, measured).
@@ -84,11 +84,11 @@ def by_length(result: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
     return found
 
 
-def wholes(result: dict[str, Any], operation: str, dense: str) -> str:
-    """An operation against the dense ones: on a busy GPU, and from an idle one."""
+def wholes(results: Iterable[dict[str, Any]], operation: str, dense: str) -> str:
+    """An operation against the dense ones of the same file: on a busy GPU, and from an idle one."""
     lines = []
     peers = [f"{dense}, FlashAttention-4", f"{dense}, cuDNN"]
-    for sequence, rows in by_length(result).items():
+    for sequence, rows in (item for result in results for item in by_length(result).items()):
         kinds = [name for name in rows if name.startswith(f"{operation},") and ": " not in name]
         if not kinds or any("failed" in rows[name] for name in kinds):
             continue
@@ -126,21 +126,18 @@ def stages(result: dict[str, Any], flops: float, rate: float) -> str:
 
 
 def tables(files: Iterable[Path], tflops: float, tbytes: float) -> str:
-    """All tables of files that were measured with the same sizes."""
+    """All tables of files that were measured with the same sizes; of the warm-up those of the last file that has it."""
     found = [json.loads(file.read_text()) for file in files]
-    result = {"settings": found[0]["settings"], "rows": [row for one in found for row in one["rows"]]}
-    warm_up: list[str] = []
-    if any(row["operation"].startswith("warm-up step,") for row in result["rows"]):
-        head = "Warm-up step (dense attention, the KL over all tokens, all gradients) against a dense step:"
-        warm_up = [head, wholes(result, "warm-up step", "dense step")]
+    warm_up = [one for one in found if any(row["operation"].startswith("warm-up step,") for row in one["rows"])][-1:]
+    head = "Warm-up step (dense attention, the KL over all tokens, all gradients) against a dense step:"
     parts = [
         "Forward (selection, index, attention):",
-        wholes(result, "forward", "dense"),
+        wholes(found, "forward", "dense"),
         "Step (forward, value of the KL, all gradients) against a dense step:",
-        wholes(result, "step", "dense step"),
-        *warm_up,
+        wholes(found, "step", "dense step"),
+        *([head, wholes(warm_up, "warm-up step", "dense step")] if warm_up else []),
         "Stages of the forward in ms, in brackets how many times their floor:",
-        stages(result, tflops * 1e12, tbytes * 1e12),
+        stages(found[0], tflops * 1e12, tbytes * 1e12),
     ]
     return "\n\n".join(parts)
 

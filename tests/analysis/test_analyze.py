@@ -23,6 +23,8 @@ from msa_analysis.tally import tally
 from msa_lab.cli import main
 from msa_lab.runs import Run
 
+pytestmark = pytest.mark.xdist_group("analyze")  # its study is measured once, not once a worker
+
 SMALL = {"model": {"num_layers": 1}, "selections": {"documents": 8, "records": 2}}
 
 

@@ -18,6 +18,8 @@ from msa_analysis.report import selection_table, write_report
 from msa_lab.cli import main
 from msa_lab.runs import Run
 
+pytestmark = pytest.mark.xdist_group("bad_runs")  # its study is measured once, not once a worker
+
 SMALL = {"model": {"num_layers": 1}, "selections": {"documents": 8, "records": 2}}
 
 

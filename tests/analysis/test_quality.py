@@ -11,6 +11,7 @@ import planted
 import pytest
 from msa_analysis import quality
 from msa_analysis.evidence import collect, over_seeds
+from msa_analysis.logs import read_log
 from msa_analysis.verdict import judge
 
 from msa_lab.config import RecallConfig
@@ -101,13 +102,6 @@ def test_an_unknown_reference_names_the_arms(tmp_path: Path) -> None:
         quality.compare(pair(tmp_path, 0, 2.0, 2.1), "moe")
 
 
-def test_a_well_trained_study_is_compared(tmp_path: Path) -> None:
-    folders.study(tmp_path, seeds=1)
-    verdict = judge(collect(tmp_path))
-    assert not verdict.undertrained, verdict.reasons
-    assert len(verdict.checks) == 3 + 3  # bigram for each arm; recall, records and rows for the MSA run
-
-
 def test_worse_than_the_bigram_table_is_undertrained(tmp_path: Path) -> None:
     folders.finished(tmp_path, folders.config("dense", "dense"), quality=3.6)
     verdict = judge(collect(tmp_path))
@@ -117,17 +111,14 @@ def test_worse_than_the_bigram_table_is_undertrained(tmp_path: Path) -> None:
 
 
 def test_proxies_at_chance_few_records_and_short_rows_are_undertrained(tmp_path: Path) -> None:
-    log = planted.log([planted.uniform] * 2, teacher=[planted.uniform] * 2, layers=2, steps=(0, 50, 110))
-    folders.finished(tmp_path / "chance", folders.config("msa", "msa"), quality=2.0, log=log)
-    reasons = judge(collect(tmp_path / "chance")).reasons
-    assert len(reasons) == 2
-    assert "block recall must beat chance" in reasons[0]
-    assert "3 recorded" in reasons[1]
-
-    short = planted.log([planted.newest] * 2, layers=2, context=256, steps=(0, 50))
+    size = {"layers": 2, "context": 256, "steps": (0, 50, 110)}
+    log = planted.log([planted.uniform] * 2, teacher=[planted.uniform] * 2, **size)
     made = folders.config("msa", "msa", data={"context_length": 256})
-    folders.finished(tmp_path / "short", made, quality=2.0, log=short)
-    assert any("6% do" in reason for reason in judge(collect(tmp_path / "short")).reasons)
+    folders.finished(tmp_path, made, quality=2.0, log=log)
+    chance, few, short = judge(collect(tmp_path)).reasons
+    assert "block recall must beat chance" in chance
+    assert "3 recorded" in few
+    assert "6% do" in short
 
 
 def test_proxies_without_a_log_are_not_taken_on_trust(tmp_path: Path) -> None:
@@ -143,9 +134,8 @@ def test_layers_without_proxies_do_not_enter_the_measures(tmp_path: Path) -> Non
     log = planted.log([planted.uniform] * 2, layers=2, steps=(0, 110))
     log["selected"][:, 1] = log["selected"][:, 1].isel(proxy=[0, 0]).values
     made = folders.config("mixed", "msa", model={"attention": ("msa", "window")})
-    folders.finished(tmp_path, made, quality=2.0, log=log)
-    selected = next(iter(collect(tmp_path).selected.values()))
-    assert selected.data["layer"].values.tolist() == [0]
+    run = folders.finished(tmp_path, made, quality=2.0, log=log)
+    assert read_log(run)["layer"].values.tolist() == [0]
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ from msa_lab.selections import open_selections
 from msa_lab.study import load_study
 from msa_lab.train import train
 
+pytestmark = pytest.mark.xdist_group("recall_distance")  # its runs are trained once, not once a worker
+
 STUDY = Path(__file__).parents[2] / "experiments" / "recall_distance"
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import planted
 import pytest
+import xarray as xr
 from msa_analysis import replication, specialization
 from msa_analysis.statistics import t_interval
 from msa_analysis.tally import tally
@@ -111,9 +112,15 @@ def test_differences_between_arms_are_paired_by_seed() -> None:
         replication.paired_difference({1: ours[1]}, {2: theirs[2]})
 
 
+def strengths(sums: xr.Dataset) -> pd.DataFrame:
+    """A row a layer, and one without a layer: their mean."""
+    pools = (("proxy",), specialization.RUN)
+    return pd.concat([specialization.mutual_information(sums, pool=pool, permutations=0) for pool in pools])
+
+
 def test_tables_of_whole_runs_and_of_distances_keep_their_rows_apart() -> None:
     logs = dict(enumerate(replication.match_proxies(runs(ORDERS))))
-    whole = replication.across_seeds({seed: specialization.dynamics(sums) for seed, sums in logs.items()})
+    whole = replication.across_seeds({seed: strengths(sums) for seed, sums in logs.items()})
     strength = whole[(whole["metric"] == "mutual_information") & (whole["step"] == 100)]
     assert len(strength) == 3  # two layers and their mean
     assert (strength["low"] > 0).all()

@@ -13,9 +13,10 @@ import pandas as pd
 import planted
 import pytest
 from msa_analysis import quality, specialization
-from msa_analysis.evidence import collect
+from msa_analysis.evidence import Evidence, collect
 from msa_analysis.gallery import write_figures
 from msa_analysis.report import selection_table, summary_table, write_report
+from msa_analysis.verdict import judge
 from msa_analysis.wording import duration, interval, number, quantity
 
 from msa_lab.runs import Run, find
@@ -63,8 +64,19 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(study: Path) -> Page:
-    return Page(write_report(study / "runs", study / "report.html"))
+def evidence(study: Path) -> Evidence:
+    return collect(study / "runs")
+
+
+@pytest.fixture(scope="module")
+def page(evidence: Evidence, study: Path) -> Page:
+    return Page(write_report(evidence, study / "report.html"))
+
+
+def test_a_well_trained_study_is_compared(evidence: Evidence) -> None:
+    verdict = judge(evidence)
+    assert not verdict.undertrained, verdict.reasons
+    assert len(verdict.checks) == 3 + 3  # bigram for each arm; recall, records and rows for the MSA run
 
 
 def test_the_page_is_whole_and_loads_nothing(page: Page, study: Path) -> None:

@@ -200,8 +200,11 @@ def test_a_p_value_that_no_relabelling_can_reach_is_not_defined() -> None:
 
 
 def test_one_proxy_has_nothing_to_tell_apart() -> None:
-    frame = specialization.summary(planted.log([planted.uniform]))
+    log = tally(planted.log([planted.uniform]))
+    apart = [specialization.mutual_information(log, permutations=9), specialization.overlap(log)]
+    frame = pd.concat([*apart, specialization.recency(log)])
     apart = frame[frame["metric"].isin(["mutual_information", "eta_squared", "kappa", "content", "positional"])]
+    assert apart["metric"].nunique() == 5
     assert apart["value"].isna().all()
     assert apart["reason"].str.startswith("one proxy").all()
     assert frame[frame["metric"] == "recency"]["value"].notna().all()
@@ -234,17 +237,11 @@ def test_strength_grows_over_training() -> None:
         planted.log([planted.leaning(s), planted.leaning(-s)], steps=(step,), seed=step)
         for step, s in zip(steps, (0, 2, 6), strict=True)
     ]
-    frame = specialization.dynamics(xr.concat(logs, "step"))
-    whole = frame[frame["layer"].isna() & (frame["metric"] == "mutual_information")].sort_values("step")
+    frame = specialization.mutual_information(xr.concat(logs, "step"), pool=RUN, permutations=0)
+    whole = frame[frame["metric"] == "mutual_information"].sort_values("step")
     assert list(whole["step"]) == list(steps)
     assert whole["value"].is_monotonic_increasing
     assert whole["value"].iloc[-1] > 0.2
-
-
-def test_q_values_are_corrected_over_layers() -> None:
-    frame = specialization.summary(planted.log([planted.leaning(1), planted.uniform], layers=3))
-    layers = frame[(frame["metric"] == "mutual_information") & frame["layer"].notna()]
-    assert (layers["q_value"] >= layers["p_value"]).all()
 
 
 def test_a_log_that_begins_with_trained_proxies_has_no_excess_over_untrained_ones() -> None:

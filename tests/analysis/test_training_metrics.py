@@ -185,10 +185,12 @@ def test_emergence_of_planted_specialization_is_found_at_its_record() -> None:
 
 
 def test_summary_holds_each_metric_once_a_layer_and_once_in_all() -> None:
-    log = planted.log([planted.leaning(1), planted.uniform], layers=2, heads=[planted.uniform] * 4)
+    log = planted.log([planted.leaning(1), planted.uniform], layers=3, heads=[planted.uniform] * 4)
     frame = specialization.summary(tally(log))
     counts = frame.groupby("metric")["layer"].agg(["count", "size"])
-    assert (counts["count"] == 2).all()
-    assert (counts["size"] == 3).all()
+    assert (counts["count"] == 3).all()
+    assert (counts["size"] == 4).all()
     unknown = frame["value"].isna()
     assert (frame.loc[unknown, "reason"] != "").all()
+    strength = frame[(frame["metric"] == "mutual_information") & frame["layer"].notna()]
+    assert (strength["q_value"] >= strength["p_value"]).all()  # corrected over layers

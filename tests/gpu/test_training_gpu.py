@@ -21,7 +21,7 @@ def losses(folder: Path, arm: str, *, compiled: bool, attention: str = "msa", **
         arm=arm,
         model=MODEL | {"top_k_blocks": 4, "attention": attention},
         train={"steps": 12, "batch_size": 4, "proxy_warmup_steps": 5, "precision": "bf16", "compile": compiled}
-        | {"log_every": 1, "validate_every": 4, "checkpoint_every": 3}
+        | {"log_every": 1, "validate_every": 4, "checkpoint_every": 3, "lr": 3e-4}
         | more,
         data={"context_length": 1024},
         selections={"records": 3, "documents": 2},

@@ -11,10 +11,10 @@ from msa_kernels.selection import window_selection
 from tiny import MODEL
 from torch.nn import functional as F
 
-from msa_lab import environment
 from msa_lab.budget import count_parameters, flops_per_token
 from msa_lab.config import RunConfig
 from msa_lab.config_model import share_every
+from msa_lab.environment import kernel_path
 from msa_lab.model import Transformer
 from msa_lab.selections import record
 
@@ -205,9 +205,9 @@ def test_flops_of_the_arms() -> None:
 
 def test_kernels_are_chosen_for_the_groups_that_they_will_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(environment, "select_path", lambda **sizes: asked.append(sizes) or ("reference", ""))
+    monkeypatch.setattr("msa_kernels.select_path", lambda **sizes: asked.append(sizes) or ("reference", ""))
     for model in (REGROUPED, replace(REGROUPED, attention="msa"), replace(REGROUPED, attention=("msa", "regrouped"))):
-        environment.kernel_path(RunConfig(model=model), torch.device("cpu"))
+        kernel_path(RunConfig(model=model), torch.device("cpu"))
     assert [sizes["group_size"] for sizes in asked] == [1, 4, 1]
 
 

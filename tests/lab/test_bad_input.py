@@ -215,7 +215,9 @@ def test_foreign_and_damaged_folders_are_named_by_evaluate_and_report(place, ref
     assert f"{path}: holds no finished run (1 unfinished)" in refused("report", path)
 
 
-def test_a_report_that_cannot_be_written_is_named(place, refused):
+def test_a_report_that_cannot_be_written_is_named(place, refused, monkeypatch):
+    monkeypatch.setattr("msa_analysis.report.pictures", lambda *_: iter(()))
+    shutil.rmtree(the_run(place).path / "selections.zarr")  # neither pictures nor selections: they take seconds
     (place / "taken").mkdir()
     assert refused("report", "runs", "--out", "taken") == "msa-lab: taken: Is a directory"
     with small_disk(10_000):

@@ -112,12 +112,14 @@ def test_failed_build_leaves_nothing_and_the_next_one_works(config, tmp_path, mo
 
 
 def test_two_processes_building_at_once_build_once(config, tmp_path):
-    program = (
-        "import sys, time\nfrom msa_lab.config import DataConfig\nfrom msa_lab.data import open_data\nsaid = []\n"
-        "config = DataConfig(source='text', path=sys.argv[1], context_length=32, validation_fraction=0.3)\n"
+    program = (  # what `open_data` does before it needs torch, which takes seconds to import
+        "import sys, time\nfrom pathlib import Path\nfrom msa_lab.config import DataConfig\n"
+        "from msa_lab.store import corpus_folder, open_tokens\nfrom msa_lab.tokenizer import ByteTokenizer\n"
+        "config = DataConfig(source='text', path=sys.argv[1], context_length=32, validation_fraction=0.3)\nsaid = []\n"
         "print('ready', flush=True)\nsys.stdin.read(1)\n"
-        "data = open_data(config, sys.argv[2], lambda line: (said.append(line), time.sleep(0.5)))\n"
-        "print(data.hash, len(said), data.batch(0, 0, 2).inputs.sum())"
+        "report = lambda line: (said.append(line), time.sleep(0.5))\n"
+        "folder = corpus_folder(config, ByteTokenizer(), Path(sys.argv[2]), report)\n"
+        "print(folder.name, len(said), open_tokens(folder, 'train').sum())"
     )
     command = [sys.executable, "-c", program, config.path, str(tmp_path / "cache")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

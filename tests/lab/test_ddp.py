@@ -1,5 +1,6 @@
 """Two processes: the same gradients, KL and weights as one, one folder, and no unused parameters."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,12 +20,13 @@ CHANGES = {
     "msa": {"train": {"steps": 6, "proxy_warmup_steps": 2, "log_every": 3, "accumulate": 2}},
 }
 SCRIPT = """
-import sys
+import json, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from tiny import tiny_run
 from msa_lab.train import train
 if __name__ == "__main__":
+    (Path({corpus!r}).parent / "imported.json").write_text(json.dumps(sorted(sys.modules)))
     for changes in {changes!r}:
         train(tiny_run(Path({corpus!r}), **changes), root={root!r}, cache={cache!r}, progress=False,
               wandb={wandb!r}, devices=2)
@@ -73,6 +75,12 @@ def test_two_processes_leave_one_folder_a_run(folder: Path) -> None:
     for name in ("result.json", "last.ckpt", "model.safetensors"):
         assert len(list((folder / "two").rglob(name))) == len(CHANGES)
     assert not list(folder.rglob("*.partial"))
+
+
+def test_importing_what_trains_imports_no_compiler_no_tracker_and_nothing_that_draws(folder: Path) -> None:
+    imported = set(json.loads((folder / "imported.json").read_text()))
+    assert {"msa_lab.train", "msa_lab.evaluate", "lightning"} <= imported
+    assert not imported & {"cutlass", "wandb", "seaborn", "plotly"}
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tiny import tiny_run, write_corpus
 
 from msa_lab.config import DataConfig, RunConfig, SelectionConfig, TrainConfig
+from msa_lab.runs import Run
 from msa_lab.selections import open_selections
 from msa_lab.train import train
 
@@ -64,14 +65,19 @@ ELSEWHERE = {
 }
 
 
+def fit(config: RunConfig, corpus: Path) -> Run:
+    """Trained in a root of its own: every start reads the configs of all runs that lie in its study."""
+    root = corpus.with_name(f"{config.arm}-runs")
+    return train(config, root=root, cache=corpus.with_name("cache"), progress=False, wandb="disabled")
+
+
 def outcome(corpus: Path, changes: dict[str, Any], name: str) -> dict[str, Any]:
     """Everything a run leaves behind that is no time: numbers, weights, the log's sizes and the result."""
     parts = {section: dict(values) for section, values in BASE.items()}
     for field, value in changes.items():
         section, key = field.split(".")
         parts[section][key] = value
-    config = tiny_run(corpus, arm=name, **parts)
-    run = train(config, root=corpus / "runs", cache=corpus / "cache", progress=False, wandb="disabled")
+    run = fit(tiny_run(corpus, arm=name, **parts), corpus)
     metrics = run.metrics[~run.metrics.name.isin(["tokens_per_second", "mfu"])]
     return {
         "metrics": metrics.to_csv(),
@@ -92,7 +98,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("fields"), documents=120, words=40)
+    return write_corpus(tmp_path_factory.mktemp("fields") / "corpus", documents=120, words=40)
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +128,7 @@ def test_a_changed_field_changes_what_comes_out(field: str, corpus: Path, plain:
 @pytest.mark.xdist_group("fields")
 def test_the_seed_changes_what_comes_out_and_a_name_does_not(corpus: Path, plain: dict[str, Any]) -> None:
     assert same(plain, outcome(corpus, {}, "again"))
-    config = tiny_run(corpus, seed=1, arm="seed", **BASE)
-    run = train(config, root=corpus / "runs", cache=corpus / "cache", progress=False, wandb="disabled")
+    run = fit(tiny_run(corpus, seed=1, arm="seed", **BASE), corpus)
     assert run.result["validation_loss"] != plain["result"]["validation_loss"]
 
 

@@ -17,6 +17,8 @@ from msa_lab.selections import open_selections, record
 from msa_lab.teacher import block_mass, group_divergence, regrouped_divergence
 from msa_lab.train import TrainingStoppedError, train
 
+pytestmark = pytest.mark.xdist_group("block_means")  # its run is trained once, not once a worker
+
 TOKENS = torch.arange(256).view(2, 128) % 257
 
 

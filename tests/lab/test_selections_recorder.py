@@ -20,6 +20,8 @@ from msa_lab.tokenizer import MARK
 from msa_lab.tracking import MetricsLog
 from msa_lab.train import TrainingStoppedError, train
 
+pytestmark = pytest.mark.xdist_group("recorder")  # its run is trained once, not once a worker
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:

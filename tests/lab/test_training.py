@@ -227,17 +227,6 @@ def test_the_schedule_warms_up_holds_and_decays(corpus: Path) -> None:
     assert proxy[40] == values[90]
 
 
-def test_two_processes_give_the_same_losses(whole: Run, corpus: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); from tiny import tiny_run\n"
-        "from msa_lab.train import train\n"
-        "train(tiny_run(Path(sys.argv[1])), root=sys.argv[3], cache=sys.argv[4], progress=False, wandb='disabled')"
-    )
-    arguments = [corpus, Path(__file__).parent, tmp_path / "runs", tmp_path / "cache"]
-    subprocess.run([sys.executable, "-c", code, *map(str, arguments)], check=True, capture_output=True)
-    pd.testing.assert_frame_equal(numbers(Run.of(tiny_run(corpus), tmp_path / "runs")), numbers(whole))
-
-
 def test_a_signal_saves_and_says_how_to_go_on(corpus: Path, tmp_path: Path) -> None:
     config = tiny_run(corpus, train={"steps": 5000, "checkpoint_every": 5000})
     run = Run.of(config, tmp_path)

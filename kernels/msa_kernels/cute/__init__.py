@@ -1,7 +1,8 @@
 """The operations on kernels of our own, written in the CuTe DSL for Hopper (sm_90a).
 
 Selection, sparse attention and the KL, with their gradients; gradients and the KL of a selection for blocks of 128
-tokens. Everything else is that of `msa_kernels.flex`, on the same selection.
+tokens. Everything else is that of `msa_kernels.flex`, on the same selection; dense attention is that of the fastest
+library (`library`).
 """
 
 import torch
@@ -9,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from msa_kernels import checks, flex
-from msa_kernels.cute import ops, windows
-from msa_kernels.flex import block_scores, dense_attention
+from msa_kernels.cute import library, ops, windows
+from msa_kernels.flex import block_scores
 from msa_kernels.selection import Selection
 
 __all__ = [
@@ -122,6 +123,24 @@ def proxy_kl(
     return ops.proxy_kl(*given, selection.block_size, _learns(q_proxy, k_proxy))[0]
 
 
+def dense_attention(
+    q: Float[Tensor, "batch sequence head dim"],
+    k: Float[Tensor, "batch sequence kv_head dim"],
+    v: Float[Tensor, "batch sequence kv_head value_dim"],
+    *,
+    cu_seqlens: Tensor | None = None,
+    return_lse: bool = True,
+) -> tuple[Float[Tensor, "batch sequence head value_dim"], Float[Tensor, "batch sequence head"] | None]:
+    """As `msa_kernels.reference.dense_attention`, by the fastest library that gives the log-sum-exp (`library`).
+
+    Without `return_lse` it is that of `msa_kernels.flex`, whatever is installed.
+    """
+    if not return_lse:
+        return flex.dense_attention(q, k, v, cu_seqlens=cu_seqlens, return_lse=False)
+    checks.main_branch(q, k, v)
+    return library.attend(q, k, v, _on_device(cu_seqlens, q))
+
+
 def dense_proxy_kl(
     q_proxy: Float[Tensor, "batch sequence proxy proxy_dim"],
     k_proxy: Float[Tensor, "batch sequence proxy_kv_head proxy_dim"],
@@ -135,8 +154,9 @@ def dense_proxy_kl(
     checks.both_branches(q_proxy, k_proxy, q, k)
     checks.lse(lse, q)
     _teacher_supported(q, k, q_proxy.shape[2])
-    student_lse = flex.dense_student_lse(q_proxy.detach(), k_proxy.detach(), cu_seqlens)
-    given = q_proxy, k_proxy, q.detach(), k.detach(), lse.detach(), student_lse, _on_device(cu_seqlens, q)
+    offsets = _on_device(cu_seqlens, q)
+    student_lse = library.log_sum_exp(q_proxy.detach(), k_proxy.detach(), offsets)
+    given = q_proxy, k_proxy, q.detach(), k.detach(), lse.detach(), student_lse, offsets
     return ops.dense_proxy_kl(*given, _learns(q_proxy, k_proxy))[0]
 
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from msa_kernels import reference
 from tiny import MODEL, tiny_run, write_corpus
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from msa_lab.config import DataConfig, RecallConfig, RunConfig
 from msa_lab.data import open_data
@@ -73,3 +75,13 @@ def test_scoring_restores_the_mode_and_splits_do_not_matter(tmp_path: Path) -> N
     split = score(model, data, replace(config, train=replace(config.train, accumulate=4)), 2)
     assert split["bits_per_byte"] == pytest.approx(whole["bits_per_byte"], rel=1e-6)
     assert [row["id"] for row in split["rows"]] == [row["id"] for row in whole["rows"]]
+
+
+def test_an_evaluation_computes_no_kl_and_keeps_nothing_for_a_backward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run(write_corpus(tmp_path / "corpus"))
+    data = open_data(config.data, tmp_path / "cache")
+    monkeypatch.setattr(reference, "proxy_kl", lambda *_: pytest.fail("KL work"))
+    with saved_tensors_hooks(lambda _: pytest.fail("kept"), lambda tensor: tensor):
+        score(Transformer(config.model), data, config, 1)

@@ -223,9 +223,9 @@ def test_the_choice_is_part_of_a_compiled_graph_and_follows_the_mode(installed):
 
 def test_a_description_names_the_library_and_why_no_faster_one(installed):
     installed(flash=True, cudnn=True)
-    assert library.describe() == "the warm-up's dense attention by FlashAttention-4"
+    assert library.describe() == "dense attention by FlashAttention-4"
     installed(flash=False, cudnn=True)
-    start = "the warm-up's dense attention by "
+    start = "dense attention by "
     why = "; FlashAttention-4 does not serve: it is absent"
     assert library.describe() == f"{start}cuDNN, packed documents by flex{why}"
     installed(flash=False, cudnn=False)
@@ -284,8 +284,14 @@ def test_cudnn_gets_and_gives_every_tensor_in_its_place(shape: tuple[int, ...], 
     assert torch.equal(library.log_sum_exp(*leaves[:2], None), reference.dense_attention(*leaves[:2], leaves[1])[1])
 
 
-def test_without_log_sum_exp_it_is_that_of_flex(flash, monkeypatch: pytest.MonkeyPatch):
-    asked = []
+def test_without_log_sum_exp_it_is_flash_or_what_pytorch_chooses(flash, monkeypatch: pytest.MonkeyPatch):
+    asked, given = [], tensors()
     monkeypatch.setattr(flex, "dense_attention", lambda *_, **named: asked.append(named) or (None, None))
-    assert cute.dense_attention(*tensors(), return_lse=False) == (None, None)
-    assert asked == [{"cu_seqlens": None, "return_lse": False}]
+    out, lse = cute.dense_attention(*given, return_lse=False)
+    assert lse is None
+    assert torch.equal(out, cute.dense_attention(*given)[0])
+    assert asked == []
+    for name in (library.CUDNN, library.FLEX):
+        monkeypatch.setattr(library, "chosen", lambda *_, name=name: name)
+        assert cute.dense_attention(*given, return_lse=False) == (None, None)
+    assert asked == 2 * [{"cu_seqlens": None, "return_lse": False}]

@@ -131,14 +131,16 @@ def dense_attention(
     cu_seqlens: Tensor | None = None,
     return_lse: bool = True,
 ) -> tuple[Float[Tensor, "batch sequence head value_dim"], Float[Tensor, "batch sequence head"] | None]:
-    """As `msa_kernels.reference.dense_attention`, by the fastest library that gives the log-sum-exp (`library`).
+    """As `msa_kernels.reference.dense_attention`, by the fastest library that serves (`library`).
 
-    Without `return_lse` it is that of `msa_kernels.flex`, whatever is installed.
+    Without `return_lse` that is FlashAttention-4 or what PyTorch chooses: MSA is compared with it.
     """
-    if not return_lse:
-        return flex.dense_attention(q, k, v, cu_seqlens=cu_seqlens, return_lse=False)
     checks.main_branch(q, k, v)
-    return library.attend(q, k, v, _on_device(cu_seqlens, q))
+    offsets = _on_device(cu_seqlens, q)
+    if not return_lse and library.chosen(q, k, v, offsets) != library.FLASH:
+        return flex.dense_attention(q, k, v, cu_seqlens=cu_seqlens, return_lse=False)
+    out, lse = library.attend(q, k, v, offsets)
+    return out, lse if return_lse else None
 
 
 def dense_proxy_kl(

@@ -1,4 +1,4 @@
-"""Dense attention with its log-sum-exp, for the warm-up, by the fastest library that serves.
+"""Dense attention with its log-sum-exp, for the warm-up and what is compared with it, by the fastest library.
 
 That is FlashAttention-4 (`flash_attn.cute`) where it is installed, else cuDNN, else what `msa_kernels.flex` takes. The
 choice goes by what is installed and by the inputs, never by trying. Both libraries add gradients in an order that
@@ -82,7 +82,7 @@ def describe() -> str:
     flash, cudnn = flash_obstacle(), cudnn_obstacle()
     who = FLASH if flash is None else f"{CUDNN}, packed documents by {FLEX}" if cudnn is None else FLEX
     why = [f"{name} does not serve: {reason}" for name, reason in ((FLASH, flash), (CUDNN, flash and cudnn)) if reason]
-    return "; ".join([f"the warm-up's dense attention by {who}", *why])
+    return "; ".join([f"dense attention by {who}", *why])
 
 
 @torch.compiler.assume_constant_result

@@ -165,3 +165,20 @@ def study(root: Path, *, seeds: int = 2) -> list[Run]:
         )
         runs.append(finished(root, config("window", "window", seed), quality=2.86 + shift))
     return runs
+
+
+SMALL = {"model": {"num_layers": 1}, "selections": {"documents": 8, "records": 2}}
+"""Changes of `config` for the runs that hold a `small_log`."""
+
+
+def small_log(*, proxies: int = 2, documents: int = 8, seed: int = 0, records: int = 2, **sizes: int) -> xr.Dataset:
+    """One near proxy, one far (or only the first), alike in the first record."""
+    rules = [planted.leaning(6.0), planted.leaning(-6.0)][:proxies]
+    first, steps = [planted.uniform] * proxies, tuple(range(0, 10 * records, 10))
+    return planted.log(rules, teacher=rules, first=first, steps=steps, documents=documents, seed=seed, **sizes)
+
+
+def small_run(root: Path, log: xr.Dataset | None, *, arm: str = "msa", kind: str = "msa", **changes: Any) -> Run:
+    """A finished run of SMALL and these changes."""
+    changes = {name: {**SMALL.get(name, {}), **dict(value)} for name, value in changes.items()}
+    return finished(root, config(arm, kind, **{**SMALL, **changes}), quality=2.8, log=log)

@@ -8,6 +8,8 @@ from typing import Any
 
 import folders
 import torch
+from msa_analysis.replacement import replaced
+from msa_analysis.rules import Rule
 from msa_kernels import Selection, select_blocks, sparse_attention
 from safetensors.torch import save_file
 from tiny import MODEL, TRAIN
@@ -19,10 +21,14 @@ from msa_lab.config import DataConfig, RecallConfig, RunConfig
 from msa_lab.data import open_data
 from msa_lab.model import Transformer
 from msa_lab.runs import Run
+from msa_lab.selections import record
 
 BLOCK, LENGTH, VOCAB = 8, 96, 20
 NEAR, FAR = BLOCK, 4 * BLOCK
 """Tokens back to what even and odd positions must repeat: one block, and four."""
+PATHS = ("layers.0.attention.select", "layers.1.attention.select")
+TOKENS = torch.randint(257, (3, 100), generator=torch.Generator().manual_seed(0))
+"""Three rows for `model_of`, whose selections are at PATHS."""
 
 
 class Select(nn.Module):
@@ -104,3 +110,24 @@ def sharp(model: Transformer) -> Transformer:
             if parameter.ndim > 1:
                 parameter.mul_(8)
     return model
+
+
+def model_of(**changes: object) -> Transformer:
+    """An untrained model of sharp weights with four proxies on two KV heads, four blocks of eight tokens a query."""
+    plain = {"num_proxies": 4, "num_kv_heads": 2, "num_proxy_kv_heads": 2, "top_k_blocks": 4}
+    return sharp(Transformer(replace(MODEL, **(plain | changes)))).eval()  # pyright: ignore[reportArgumentType]
+
+
+def own_blocks(model: nn.Module, tokens: Tensor = TOKENS, *rest: Tensor) -> dict[str, Tensor]:
+    """What the model itself selects, by path."""
+    with torch.no_grad(), record(model) as seen:
+        model(tokens, *rest)
+    return {path: one.selection.blocks for path, one in seen.items()}
+
+
+@torch.no_grad()
+def under(model: Transformer, rule: Rule | str, *rest: Tensor, **where: object) -> tuple[Tensor, dict[str, Selection]]:
+    """Logits for TOKENS with the rule's selections in place, and these selections by path."""
+    with replaced(model, rule, **where) as put:  # pyright: ignore[reportArgumentType]
+        logits = model(TOKENS, *rest).logits
+    return logits, dict(put)

@@ -1,49 +1,13 @@
 import os
-import resource
-import signal
-import subprocess
-import sys
-import textwrap
 import time
-import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
-import zarr
+from selection_logs import IDS, TOKENS, config, values, written
 
-from msa_lab.config import DataConfig, ModelConfig, RunConfig, SelectionConfig
 from msa_lab.runs import Run
 from msa_lab.selection_layout import per_record
-from msa_lab.selection_store import SelectionStore, open_selections  # children import this file: without torch
-
-TOKENS = np.arange(2 * 40).reshape(2, 40) % 257
-IDS = ("one.py", "two.py")
-
-
-def config(records=6, **changes):
-    model = {"num_layers": 3, "attention": ("msa", "dense", "msa"), "block_size": 8, "top_k_blocks": 3}
-    recorded = {"records": records, "documents": 2, "query_stride": 4, **changes.pop("selections", {})}
-    return RunConfig(
-        model=ModelConfig(**{**model, **changes.pop("model", {})}),
-        data=DataConfig(**{"context_length": 40, **changes.pop("data", {})}),
-        selections=SelectionConfig(**recorded),
-    )
-
-
-def values(seed=0):
-    rng, shape = np.random.default_rng(seed), (2, 2, 2, 10, 3)
-    blocks = {name: np.sort(rng.integers(0, 5, shape, dtype=np.int32)) for name in ("selected", "teacher")}
-    shares = {name: rng.random(shape, np.float32) for name in ("score", "mass", "teacher_mass")}
-    blocks["selected"][..., 0, 2], shares["score"][..., 0, 2] = -1, np.nan
-    return blocks | shares
-
-
-def written(path, steps=(0, 5, 9)):
-    store = SelectionStore.create(path, config(), IDS, TOKENS)
-    for step in steps:
-        store.append(step, "warmup" if step < 5 else "sparse", values(step))
-    return store
+from msa_lab.selection_store import SelectionStore, open_selections
 
 
 def test_what_is_written_is_read_back(tmp_path):
@@ -96,93 +60,6 @@ def test_opening_reads_no_record(tmp_path):
     np.testing.assert_array_equal(data["selected"].isel(step=2).values, values(9)["selected"])
     with pytest.raises(ValueError, match="checksum"):
         data["selected"].isel(step=0).load()
-
-
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "missing"])
-@pytest.mark.parametrize("variable", ["selected", "teacher_mass"])
-def test_a_torn_last_record_is_dropped_with_a_warning(tmp_path, damage, variable):
-    store = written(tmp_path / "selections.zarr")
-    chunk = store.path / variable / "c/2/0/0/0/0/0"
-    whole = chunk.read_bytes()
-    if damage == "missing":
-        chunk.unlink()
-    else:
-        flipped = whole[:40] + bytes([whole[40] ^ 1]) + whole[41:]
-        chunk.write_bytes({"truncated": whole[: len(whole) // 2], "flipped": flipped, "empty": b""}[damage])
-    with pytest.warns(UserWarning, match="record of step 9 is torn"):
-        data = open_selections(tmp_path)
-    assert data["step"].values.tolist() == [0, 5]
-    with pytest.warns(UserWarning, match="record of step 9 is torn"):
-        again = SelectionStore.resume(store.path, config(), TOKENS, 7)
-    again.append(9, "sparse", values(9))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = open_selections(tmp_path)[variable]
-    np.testing.assert_array_equal(found.values[2], values(9)[variable].astype(found.dtype))
-
-
-@pytest.mark.parametrize("stop_before", ["mass", "step"])
-def test_a_kill_in_the_middle_of_a_record_leaves_the_earlier_ones(tmp_path, stop_before):
-    script = f"""
-        import os, signal, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        import zarr
-        from test_selections_store import *
-        store = written(Path({str(tmp_path)!r}) / "selections.zarr")
-        victim = store.arrays[{stop_before!r}]
-        plain = zarr.Array.__setitem__
-        def killed(array, key, value):
-            if array is victim:
-                os.kill(os.getpid(), signal.SIGKILL)
-            plain(array, key, value)
-        zarr.Array.__setitem__ = killed
-        store.append(12, "sparse", values(12))
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, env=os.environ)
-    assert done.returncode == -signal.SIGKILL
-    data = open_selections(tmp_path)
-    assert data["step"].values.tolist() == [0, 5, 9]
-    np.testing.assert_array_equal(data["selected"].values[2], values(9)["selected"])
-    store = SelectionStore.resume(tmp_path / "selections.zarr", config(), TOKENS, 9)
-    store.append(12, "sparse", values(3))
-    np.testing.assert_array_equal(open_selections(tmp_path)["selected"].values[3], values(3)["selected"])
-
-
-def test_a_full_disk_is_one_line_and_leaves_earlier_records(tmp_path):
-    # The limit on a file's size stands for the disk: writing beyond it fails in the same call, with another number.
-    store = written(tmp_path / "selections.zarr")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    line = r"could not record the selections of step 12 \(File too large\); earlier records are whole"
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-        with pytest.raises(OSError, match=line) as error:
-            store.append(12, "sparse", values(12))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert error.value.__suppress_context__
-    assert str(tmp_path) in str(error.value)
-    assert "\n" not in str(error.value)
-    assert open_selections(tmp_path)["step"].values.tolist() == [0, 5, 9]
-
-
-@pytest.mark.parametrize("victim", ["selected", "step"])
-def test_recording_goes_on_once_there_is_room(tmp_path, monkeypatch, victim):
-    store = written(tmp_path / "selections.zarr")
-    plain, array = zarr.Array.__setitem__, store.arrays[victim]
-
-    def full(self, key, value):
-        if self is array:
-            raise OSError(28, "No space left on device")
-        plain(self, key, value)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(zarr.Array, "__setitem__", full)
-        with pytest.raises(OSError, match="free some space") as caught:
-            store.append(12, "sparse", values(12))
-    assert caught.value.errno == 28
-    assert open_selections(tmp_path)["step"].values.tolist() == [0, 5, 9]
-    store.append(12, "sparse", values(12))
-    np.testing.assert_array_equal(open_selections(tmp_path)["teacher"].values[3], values(12)["teacher"])
 
 
 def test_records_newer_than_the_resumed_step_are_dropped(tmp_path):

@@ -139,8 +139,8 @@ class TrainConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     """fp32, or bf16 autocast over fp32 weights."""
     compile: bool = False
-    """torch.compile the model (GPU). Its steps are replayed as CUDA graphs where `accumulate` is 1, and the path is not
-    flex."""
+    """torch.compile the model (GPU). Its steps are replayed as CUDA graphs on one device where `accumulate` is 1, and
+    the path is not flex."""
     deterministic: bool = True
     """Give bit-identical losses for the same run on the same kind of machine; costs some speed on a GPU."""
     activation_checkpointing: bool = False

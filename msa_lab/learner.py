@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning as L
@@ -132,20 +133,24 @@ class Learner(L.LightningModule):
             # Without the KL nothing trains the proxies, and DDP refuses parameters that never get a gradient.
             for _, parameter in self.model.proxy_parameters():
                 parameter.requires_grad_(False)
-        self.losses = self._compiled() if self.train_config.compile else self._losses
         self.clock = Clock()
         self._sums: list[Tensor] = []
         self._norms: dict[str, Tensor] = {}
         self._speed_known = False
 
-    def _compiled(self) -> Any:
-        """Compiled and, where nothing forbids it, replayed as CUDA graphs.
+    @cached_property
+    def losses(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """`_losses`, or that compiled and, where nothing forbids it, replayed as CUDA graphs.
 
         A host needs longer to launch the thousand kernels of a small model's step than a GPU to run them. Gradients
-        that add up over parts would be overwritten by the next replay, and FlexAttention's masks are made anew.
+        that add up over parts would be overwritten by the next replay, FlexAttention's masks are made anew, and with
+        several processes it was not tried. That is why it is decided at the first step: processes are known then.
         """
-        cuda, train = torch.cuda.is_available(), self.train_config
-        graphs = cuda and train.accumulate == 1 and self.hparams["backend"] != "flex"
+        if not self.train_config.compile:
+            return self._losses
+        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        graphs = torch.cuda.is_available() and alone and self.train_config.accumulate == 1
+        graphs = graphs and self.hparams["backend"] != "flex"
         return torch.compile(self._losses, dynamic=False, mode="reduce-overhead" if graphs else None)
 
     def _losses(self, part: Part, sparse: bool) -> tuple[Float[Tensor, ""], Float[Tensor, "served_layer proxy"] | None]:

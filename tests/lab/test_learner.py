@@ -11,14 +11,33 @@ from msa_lab.config_io import to_dict
 from msa_lab.learner import Learner
 
 
-def test_kept_gradients_flex_and_cpus_do_without_cuda_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes = []
-    monkeypatch.setattr(torch, "compile", lambda _, **options: modes.append(options["mode"]))
-    for cuda, path, accumulate in ((True, "cute", 1), (True, "cute", 2), (True, "flex", 1), (False, "reference", 1)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
-        fields = {"compile": True, "accumulate": accumulate, "batch_size": 4}
-        Learner(to_dict(tiny_run(tmp_path, arm="one", train=fields)), path)
-    assert modes == ["reduce-overhead", None, None, None]
+@pytest.mark.parametrize(
+    ("cuda", "path", "accumulate", "processes", "mode"),
+    [
+        (True, "cute", 1, False, "reduce-overhead"),
+        (True, "cute", 2, False, None),
+        (True, "flex", 1, False, None),
+        (True, "cute", 1, True, None),
+        (False, "reference", 1, False, None),
+    ],
+)
+def test_cuda_graphs_are_for_one_gpu_whose_gradients_are_not_kept(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: bool,
+    path: str,
+    accumulate: int,
+    processes: bool,
+    mode: str | None,
+) -> None:
+    asked = []
+    fields = {"compile": True, "accumulate": accumulate, "batch_size": 4}
+    monkeypatch.setattr(torch, "compile", lambda _, **options: asked.append(options["mode"]))
+    learner = Learner(to_dict(tiny_run(tmp_path, arm="one", train=fields)), path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: processes)
+    assert learner.losses is learner.losses
+    assert asked == [mode]
 
 
 def test_rotation_is_one_operation_to_a_compiler() -> None:

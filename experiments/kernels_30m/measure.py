@@ -3,12 +3,14 @@
     python experiments/kernels_30m/measure.py agree    gradients at steps 0, 100 and 300 against fp64, for each length
     python experiments/kernels_30m/measure.py curve    300 steps against the reference and its own rounding
     python experiments/kernels_30m/measure.py speed    tokens/s of MSA, dense and flex, for each length
+    python experiments/kernels_30m/measure.py together tokens/s of one MSA run, and of three at once on one GPU
 
 Needs a CUDA GPU and `msa-lab prepare --data.max_bytes 200000000 --bpe 8192`.
 
 `agree` trains on the kernels, stops at each of these steps and takes one row of the next batch. The kernels' selections
 of that row are given to three computations of loss and gradients from the same weights: the kernels in bf16, the
 reference in bf16, the reference in fp64. A tensor's error is its distance to fp64 in the L2 norm, relative.
+Speeds are of deterministic mode, a run's default; `speed --free` measures without it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import torch
@@ -36,6 +41,7 @@ from msa_lab.data import open_data
 from msa_lab.evaluate import autocast
 from msa_lab.learner import Learner, Part, Parts, schedule
 from msa_lab.model import Transformer
+from msa_lab.train import make_deterministic
 
 STEPS = (0, 100, 300)
 
@@ -225,12 +231,44 @@ def speed(lengths: list[int], cache: str, steps: int) -> dict[str, object]:
     return report
 
 
+def one_of(config: RunConfig, cache: str, steps: int, gate: Barrier, results: SimpleQueue) -> None:
+    """Warm up, wait for the others, and say how fast the steps were that all took at once."""
+    make_deterministic(config.train.deterministic)
+    training = Training(config, "cute", cache)
+    for _ in range(10):
+        training.advance()
+    torch.cuda.synchronize()
+    gate.wait()
+    results.put(rates(training, steps)["tokens_per_second"])
+
+
+def together(lengths: list[int], cache: str, steps: int, most: int = 3) -> dict[str, object]:
+    """Total tokens/s of the sparse phase, of one process and of several that share the GPU."""
+    report: dict[str, object] = {}
+    spawn = get_context("spawn")
+    for config in (c for c in runs(steps, cache, tuple(lengths)) if c.model.attention == "msa"):
+        sparse = replace(config, train=replace(config.train, proxy_warmup_steps=0))
+        for number in (1, most):
+            gate, results = spawn.Barrier(number), spawn.SimpleQueue()
+            given = sparse, cache, steps, gate, results
+            processes = [spawn.Process(target=one_of, args=given) for _ in range(number)]
+            for process in processes:
+                process.start()
+            found = [results.get() for _ in processes]
+            for process in processes:
+                process.join()
+            report[f"{config.arm}, {number} at once"] = {"tokens_per_second": found, "total": sum(found)}
+            print(config.arm, number, found, sum(found), flush=True)
+    return report
+
+
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("agree", "curve", "speed"))
+    parser.add_argument("what", choices=("agree", "curve", "speed", "together"))
     parser.add_argument("--length", type=int, nargs="+", default=list(LENGTHS), help="tokens a row (%(default)s)")
-    parser.add_argument("--steps", type=int, default=0, help="curve: 300; speed: 60")
+    parser.add_argument("--steps", type=int, default=0, help="curve: 300; speed, together: 60")
+    parser.add_argument("--free", action="store_true", help="speed: without deterministic mode")
     parser.add_argument("--cache", default="data", help="folder of prepared corpora")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where the tables go")
     args = parser.parse_args()
@@ -240,12 +278,15 @@ def main() -> None:
         report = agree(args.length, args.cache)
     elif args.what == "curve":
         report = curve(args.length, args.cache, args.steps or 300)
-    else:
+    elif args.what == "speed":
+        make_deterministic(not args.free)
         report = speed(args.length, args.cache, args.steps or 60)
+    else:
+        report = together(args.length, args.cache, args.steps or 60)
     where = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "command": " ".join(sys.argv)}
     args.out.mkdir(parents=True, exist_ok=True)
-    some = "" if args.length == list(LENGTHS) else "_" + "_".join(map(str, args.length))
-    path = args.out / f"{args.what}{some}.json"
+    some = [] if args.length == list(LENGTHS) else [str(length) for length in args.length]
+    path = args.out / ("_".join([args.what, *["free"] * args.free, *some]) + ".json")
     path.write_text(json.dumps({**where, **report}, indent=2) + "\n")
     print(path)
 

@@ -139,8 +139,11 @@ class TrainConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     """fp32, or bf16 autocast over fp32 weights."""
     compile: bool = False
-    """torch.compile the model (GPU). Its steps are replayed as CUDA graphs on one device where `accumulate` is 1, and
-    the path is not flex."""
+    """torch.compile the model (GPU)."""
+    cuda_graphs: bool = True
+    """Replay compiled steps as CUDA graphs, so that a small model does not wait for the host that launches it; on one
+    device, where `accumulate` is 1 and the path is not flex. Their memory is theirs alone: validation and recording
+    need some beside it."""
     deterministic: bool = True
     """Give bit-identical losses for the same run on the same kind of machine; costs some speed on a GPU."""
     activation_checkpointing: bool = False

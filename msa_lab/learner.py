@@ -146,11 +146,12 @@ class Learner(L.LightningModule):
         that add up over parts would be overwritten by the next replay, FlexAttention's masks are made anew, and with
         several processes it was not tried. That is why it is decided at the first step: processes are known then.
         """
-        if not self.train_config.compile:
+        train = self.train_config
+        if not train.compile:
             return self._losses
         alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        graphs = torch.cuda.is_available() and alone and self.train_config.accumulate == 1
-        graphs = graphs and self.hparams["backend"] != "flex"
+        allowed = train.cuda_graphs and train.accumulate == 1 and self.hparams["backend"] != "flex"
+        graphs = allowed and alone and torch.cuda.is_available()
         return torch.compile(self._losses, dynamic=False, mode="reduce-overhead" if graphs else None)
 
     def _losses(self, part: Part, sparse: bool) -> tuple[Float[Tensor, ""], Float[Tensor, "served_layer proxy"] | None]:

@@ -62,6 +62,7 @@ ELSEWHERE = {
     **dict.fromkeys(("data.source", "data.path", "data.text_field", "data.tokenizer"), "test_data_*.py"),
     "data.expected_hash": "test_data_store.py",
     "train.compile": "tests/gpu",
+    "train.cuda_graphs": "tests/lab/test_learner.py",
 }
 
 

@@ -12,13 +12,14 @@ from msa_lab.learner import Learner
 
 
 @pytest.mark.parametrize(
-    ("cuda", "path", "accumulate", "processes", "mode"),
+    ("cuda", "path", "fields", "processes", "mode"),
     [
-        (True, "cute", 1, False, "reduce-overhead"),
-        (True, "cute", 2, False, None),
-        (True, "flex", 1, False, None),
-        (True, "cute", 1, True, None),
-        (False, "reference", 1, False, None),
+        (True, "cute", {}, False, "reduce-overhead"),
+        (True, "cute", {"cuda_graphs": False}, False, None),
+        (True, "cute", {"accumulate": 2}, False, None),
+        (True, "flex", {}, False, None),
+        (True, "cute", {}, True, None),
+        (False, "reference", {}, False, None),
     ],
 )
 def test_cuda_graphs_are_for_one_gpu_whose_gradients_are_not_kept(
@@ -26,14 +27,13 @@ def test_cuda_graphs_are_for_one_gpu_whose_gradients_are_not_kept(
     monkeypatch: pytest.MonkeyPatch,
     cuda: bool,
     path: str,
-    accumulate: int,
+    fields: dict[str, int],
     processes: bool,
     mode: str | None,
 ) -> None:
     asked = []
-    fields = {"compile": True, "accumulate": accumulate, "batch_size": 4}
     monkeypatch.setattr(torch, "compile", lambda _, **options: asked.append(options["mode"]))
-    learner = Learner(to_dict(tiny_run(tmp_path, arm="one", train=fields)), path)
+    learner = Learner(to_dict(tiny_run(tmp_path, arm="one", train={"compile": True, "batch_size": 4} | fields)), path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: processes)
     assert learner.losses is learner.losses

@@ -217,7 +217,7 @@ def _write(frame: pd.DataFrame, path: Path) -> None:
 
 def _environment(run: Run) -> dict[str, Any]:
     held = run.environment
-    names = ("device", "code", "python", "platform", "packages", "cuda", "path", "path_reason")
+    names = ("device", "code", "python", "platform", "packages", "cuda", "path", "path_reason", "dense_attention")
     # The hash stands for the names of its packages and files.
     about = {name: value for name, value in held["corpus"].items() if name != "documents_file"}
     corpus = {name: len(value) if isinstance(value, list) else value for name, value in about.items()}

@@ -141,9 +141,9 @@ class TrainConfig:
     compile: bool = False
     """torch.compile the model (GPU)."""
     cuda_graphs: bool = True
-    """Replay compiled steps as CUDA graphs, so that a small model does not wait for the host that launches it; on one
-    device, where `accumulate` is 1 and the path is not flex. Their memory is theirs alone: validation and recording
-    need some beside it."""
+    """Replay compiled steps as CUDA graphs, so that a small model does not wait for the host that launches it: on path
+    cute and one device, without `accumulate` and `document_mask`, with blocks of 128. Their memory is theirs alone:
+    validation and recording need some beside it."""
     deterministic: bool = True
     """Give bit-identical losses for the same run on the same kind of machine; costs some speed on a GPU."""
     activation_checkpointing: bool = False

@@ -104,12 +104,24 @@ def driver_cuda() -> tuple[int, int] | None:
     return number.value // 1000, number.value % 1000 // 10
 
 
+def _dense_attention() -> str:
+    """Which library serves a run in deterministic mode, the default, on the kernels' path."""
+    import torch
+    from msa_kernels.cute import library
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return library.describe()
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def kernel_paths() -> list[str]:
     """For a model of ordinary sizes in bf16: each path, usable or why not, and the one that a run would take."""
     import torch
     from msa_kernels import select_path
     from msa_kernels.cute import compile as compiling
-    from msa_kernels.cute import library
 
     place = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = {"device_type": place, "dtype": torch.bfloat16, "head_dim": 128, "proxy_dim": 128, "block_size": 128}
@@ -117,7 +129,7 @@ def kernel_paths() -> list[str]:
     for path in ("reference", "flex", "cute"):
         try:
             select_path(**sizes, backend=path)
-            attention = f"; {library.describe()}" if path == "cute" else ""
+            attention = f"; {_dense_attention()}" if path == "cute" else ""
             lines.append(f"kernels: {path} is usable on {place}{attention}")
         except ValueError as error:
             lines.append(f"kernels: {error}")

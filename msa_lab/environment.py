@@ -60,8 +60,16 @@ def describe(config: RunConfig, device: torch.device, corpus: dict[str, Any]) ->
         "cuda": torch.version.cuda if cuda else None,
         "path": path,
         "path_reason": reason,
+        "dense_attention": _dense_attention() if path == "cute" else None,
         "corpus": corpus,
     }
+
+
+def _dense_attention() -> str:
+    """The library that gives a log-sum-exp with dense attention, in the mode that is set."""
+    from msa_kernels.cute import library
+
+    return library.describe()
 
 
 def code_version() -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import lightning as L
 import torch
 from jaxtyping import Float, Int32, Int64
+from msa_kernels.cute import by_flex
 from msa_kernels.selection import row_keys
 from torch import Tensor
 from torch.nn import functional as F
@@ -142,15 +143,16 @@ class Learner(L.LightningModule):
     def losses(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
         """`_losses`, or that compiled and, where nothing forbids it, replayed as CUDA graphs.
 
-        A host needs longer to launch the thousand kernels of a small model's step than a GPU to run them. Gradients
-        that add up over parts would be overwritten by the next replay, FlexAttention's masks are made anew, and with
-        several processes it was not tried. That is why it is decided at the first step: processes are known then.
+        A host needs longer to launch the kernels of a small model's step than a GPU to run them. Gradients that add up
+        over parts would be overwritten by the next replay; FlexAttention, which serves documents and small blocks on
+        every path, and several processes were not tried. Decided at the first step: processes are known then.
         """
         train = self.train_config
         if not train.compile:
             return self._losses
         alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        allowed = train.cuda_graphs and train.accumulate == 1 and self.hparams["backend"] != "flex"
+        ours = self.hparams["backend"] == "cute" and by_flex(self.run_config.model.block_size) is None
+        allowed = train.cuda_graphs and train.accumulate == 1 and ours and not self.run_config.data.document_mask
         graphs = allowed and alone and torch.cuda.is_available()
         return torch.compile(self._losses, dynamic=False, mode="reduce-overhead" if graphs else None)
 

@@ -100,6 +100,7 @@ def summarise(
         "path": environment["path"],
         "path_reason": environment["path_reason"],
         "corpus_hash": data.hash,
+        # Reserved, not allocated: what CUDA graphs hold is not among the latter.
         "peak_memory_bytes": torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None,
         "density": config.density,
         "hides_sparsity": config.hides_sparsity,

@@ -174,6 +174,7 @@ CHANGED = {
         "fork_step": 100,
         "precision": "bf16",
         "compile": True,
+        "cuda_graphs": False,
         "deterministic": False,
         "activation_checkpointing": True,
         "log_every": 5,

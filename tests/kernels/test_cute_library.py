@@ -181,8 +181,8 @@ def choice(sequence: int = 1000, dtype=torch.bfloat16, dim: int = 128, value_dim
 
 def test_the_fastest_library_that_serves_is_chosen(installed):
     installed(flash=True, cudnn=True)
-    assert choice() == choice(documents=31) == choice(sequence=1) == choice(sequence=1, documents=2) == library.FLASH
-    assert choice(documents=32) == choice(sequence=1, documents=3) == library.FLEX
+    assert choice() == choice(documents=125) == choice(sequence=1) == choice(sequence=1, documents=2) == library.FLASH
+    assert choice(documents=126) == choice(sequence=1, documents=3) == library.FLEX
     installed(flash=False, cudnn=True)
     assert choice() == choice(dim=64, value_dim=64) == choice(dtype=torch.float16) == library.CUDNN
     assert choice(documents=2) == choice(sequence=1) == library.FLEX

@@ -22,8 +22,9 @@ CUDNN = "cuDNN"
 FLEX = "flex"
 DIMS = (64, 128)
 """Of heads: those of the kernels here; the libraries take more."""
-SHORTEST = 64
-"""FlashAttention-4 pads each document to so many tokens: documents that are shorter in the mean are left to flex."""
+SHORTEST = 16
+"""FlashAttention-4 pads each document to a tile: those that are shorter in the mean, empty ones at the end counted,
+would take too much memory and are left to flex."""
 ASKED = {
     "_flash_attn_fwd": ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "causal", "out", "lse"),
     "_flash_attn_bwd": ("cu_seqlens_q", "max_seqlen_q", "causal", "deterministic", "dq", "dk", "dv"),

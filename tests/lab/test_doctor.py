@@ -1,9 +1,14 @@
 from importlib import metadata
 
+import msa_kernels
 import pytest
+import torch
+from msa_kernels.cute import library
 
 from msa_lab import doctor
 from msa_lab.cli import main
+from msa_lab.config import RunConfig
+from msa_lab.environment import describe
 
 
 def test_dsl_version_skew_is_found_and_named():
@@ -78,3 +83,13 @@ def test_doctor_exits_1_on_skew(capsys, monkeypatch):
     monkeypatch.setattr("torch.version.cuda", "13.0")
     assert main(["doctor"]) == 1
     assert "PROBLEM: torch was built for CUDA 13.0" in capsys.readouterr().out
+
+
+def test_the_library_of_dense_attention_is_told_by_the_doctor_for_a_run_and_kept_by_each_run(monkeypatch):
+    monkeypatch.setattr(library, "describe", lambda: f"deterministic {torch.are_deterministic_algorithms_enabled()}")
+    monkeypatch.setattr(msa_kernels, "select_path", lambda **_: ("cute", "told"))
+    (line,) = (line for line in doctor.kernel_paths() if "cute is usable" in line)
+    assert "deterministic True" in line  # as runs train unless told otherwise
+    assert describe(RunConfig(), torch.device("cpu"), {})["dense_attention"] == "deterministic False"
+    monkeypatch.setattr(msa_kernels, "select_path", lambda **_: ("reference", "told"))
+    assert describe(RunConfig(), torch.device("cpu"), {})["dense_attention"] is None

@@ -85,11 +85,21 @@ def test_doctor_exits_1_on_skew(capsys, monkeypatch):
     assert "PROBLEM: torch was built for CUDA 13.0" in capsys.readouterr().out
 
 
-def test_the_library_of_dense_attention_is_told_by_the_doctor_for_a_run_and_kept_by_each_run(monkeypatch):
+@pytest.fixture
+def deterministic():
+    """Sets the mode, which other tests of a process may have left either way, and sets it back."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_the_library_of_dense_attention_is_told_for_a_run_and_kept_by_each(monkeypatch, deterministic, mode):
+    deterministic(mode)
     monkeypatch.setattr(library, "describe", lambda: f"deterministic {torch.are_deterministic_algorithms_enabled()}")
     monkeypatch.setattr(msa_kernels, "select_path", lambda **_: ("cute", "told"))
     (line,) = (line for line in doctor.kernel_paths() if "cute is usable" in line)
     assert "deterministic True" in line  # as runs train unless told otherwise
-    assert describe(RunConfig(), torch.device("cpu"), {})["dense_attention"] == "deterministic False"
+    assert describe(RunConfig(), torch.device("cpu"), {})["dense_attention"] == f"deterministic {mode}"
     monkeypatch.setattr(msa_kernels, "select_path", lambda **_: ("reference", "told"))
     assert describe(RunConfig(), torch.device("cpu"), {})["dense_attention"] is None

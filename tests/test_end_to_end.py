@@ -84,7 +84,12 @@ def execute(notebook: Path, kernel: AsyncKernelManager | None = None) -> nbforma
     node = nbformat.read(notebook, as_version=4)
     if kernel is not None:
         node.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
-    NotebookClient(node, kernel, timeout=200, resources={"metadata": {"path": str(notebook.parent)}}).execute()
+    client = NotebookClient(node, kernel, timeout=200, resources={"metadata": {"path": str(notebook.parent)}})
+    try:
+        client.execute()
+    finally:
+        if client.kc is not None:  # it closes what it is connected by only where the kernel is its own
+            client.kc.stop_channels()
     return node
 
 

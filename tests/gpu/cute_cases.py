@@ -16,7 +16,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
 
-from msa_kernels import cute
+from msa_kernels import cute, reference
 from msa_kernels.cute import dense, ops, windows
 
 FLOAT_ERROR = 1e-5
@@ -96,13 +96,16 @@ def cut_if_named(request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> N
 
 def poison(patch: pytest.MonkeyPatch) -> None:
     """From now on, memory that is asked for holds NaNs, or a number that is no index."""
-    empty = torch.empty
 
-    def poisoned(*args, **kwargs) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else -7)
+    def poisoned(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def make(*args, **kwargs) -> torch.Tensor:
+            tensor = plain(*args, **kwargs)
+            return tensor.fill_(float("nan") if tensor.is_floating_point() else -7)
 
-    patch.setattr(torch, "empty", poisoned)
+        return make
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        patch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
 def inputs(case: Case, seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -198,6 +201,25 @@ def judge(name: str, errors: dict[str, tuple[float, float]]) -> None:
     print(f"\n{name}: " + ", ".join(f"{part} {a:.1e} ({b:.1e})" for part, (a, b) in errors.items()))
     wrong = {part: pair for part, pair in errors.items() if not pair[0] <= 2 * pair[1] + FLOAT_ERROR}
     assert not wrong, f"error and the reference's: {wrong}"
+
+
+def finite_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative L2 over what is finite; what is not must be equal."""
+    finite = expected.isfinite()
+    assert torch.equal(actual.double()[~finite], expected[~finite])
+    return ((actual.double() - expected)[finite].norm() / expected[finite].norm().clamp(min=1e-30)).item()
+
+
+def compare_outputs(name: str, tensors: list[torch.Tensor], selection: Selection) -> None:
+    """Output and log-sum-exp of the kernels and of the reference, both against fp64."""
+    truth = reference.sparse_attention(*[tensor.double() for tensor in tensors[2:]], selection)
+    plain = reference.sparse_attention(*tensors[2:], selection)
+    with torch.no_grad():
+        ours = cute.sparse_attention(*tensors[2:], selection)
+    assert ours[0].dtype == tensors[2].dtype
+    assert ours[1].dtype == torch.float32
+    parts = zip(("out", "lse"), ours, plain, truth, strict=True)
+    judge(name, {part: (finite_error(a, t), finite_error(p, t)) for part, a, p, t in parts})
 
 
 def repeat(times: int, run: Callable[[], list[torch.Tensor]]) -> None:

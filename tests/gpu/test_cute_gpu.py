@@ -6,12 +6,12 @@ from cute_cases import (
     CASES,
     FLOAT_ERROR,
     KINDS,
-    WRITTEN,
     Case,
     chosen,
+    compare_outputs,
     cut_if_named,
+    finite_error,
     inputs,
-    judge,
     launches,
     never_waits_or_compiles,
     peak,
@@ -22,14 +22,6 @@ from cute_cases import (
 )
 from msa_kernels import cute, reference
 from msa_kernels.cute import ops
-from msa_kernels.selection import Selection
-
-
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative L2 over what is finite; what is not must be equal."""
-    finite = expected.isfinite()
-    assert torch.equal(actual.double()[~finite], expected[~finite])
-    return ((actual.double() - expected)[finite].norm() / expected[finite].norm().clamp(min=1e-30)).item()
 
 
 @pytest.fixture(autouse=True)
@@ -64,21 +56,7 @@ def test_outputs(name: str):
     case = CASES[name]
     tensors, offsets = inputs(case)
     selection = chosen(case, tensors, offsets)
-    compare(name, tensors, selection)
-
-
-def compare(name: str, tensors: list[torch.Tensor], selection: Selection) -> None:
-    exact = [tensor.double() for tensor in tensors]
-    truth = reference.sparse_attention(*exact[2:], selection)
-    plain = reference.sparse_attention(*tensors[2:], selection)
-    with torch.no_grad():
-        ours = cute.sparse_attention(*tensors[2:], selection)
-    errors = {
-        part: (error(a, t), error(p, t)) for part, a, p, t in zip(("out", "lse"), ours, plain, truth, strict=True)
-    }
-    assert ours[0].dtype == tensors[2].dtype
-    assert ours[1].dtype == torch.float32
-    judge(name, errors)
+    compare_outputs(name, tensors, selection)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -89,20 +67,20 @@ def test_log_sum_exps_of_the_proxies_on_their_selection(name: str):
     ours = ops.selected_lse(q_proxy, k_proxy, selection.blocks, offsets, case.block_size)
     keys = k_proxy.double()
     _, truth = reference.sparse_attention(q_proxy.double(), keys, keys, selection)
-    assert error(ours, truth) < FLOAT_ERROR
+    assert finite_error(ours, truth) < FLOAT_ERROR
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_selection_runs(kind: str):
     case = CASES["the_published_shape"]
     tensors, _ = inputs(case)
-    compare(kind, tensors, selection_of(kind, case))
+    compare_outputs(kind, tensors, selection_of(kind, case))
 
 
 def test_a_sink_that_every_query_chooses_is_cut_into_tasks():
     case = Case(sequence=8192, heads=8, kv_heads=1, proxies=1, top_k_blocks=3, sinks=1)
     tensors, offsets = inputs(case)
-    compare("sink", tensors, chosen(case, tensors, offsets))
+    compare_outputs("sink", tensors, chosen(case, tensors, offsets))
 
 
 def test_scores_rank_infinite_and_absent_blocks_as_the_reference():
@@ -141,7 +119,7 @@ def test_a_packed_document_gives_what_it_gives_alone_whatever_its_neighbours_hol
     assert torch.equal(lse[:, 130:517], lse_alone)
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", CASES)
 def test_every_element_is_written_whatever_memory_held_before(name: str, monkeypatch: pytest.MonkeyPatch):
     case = CASES[name]
     tensors, offsets = inputs(case)

@@ -5,9 +5,10 @@ temperature) strikes all alike: median, least and most of `--repeats` rounds by 
 that pay for compilation. "forward" is `select_blocks` and `sparse_attention` together; "step" is `msa_attention` with
 the KL, its value included, and all gradients; "dense step" is dense attention with its gradients, and "warm-up step"
 adds the proxies' KL over all tokens and its gradients. These times begin on an idle GPU and so contain what the host
-takes to launch; "device" is the median where the GPU first waits until all is launched, as in a training that keeps it
-busy. The stages are timed in that way too; one that is called several times (windows) is summed. Stages of a step's KL
-and backward are parts of these two. The selection that is attended to is either
+takes to launch; "device" is the median (on disk also the least and the most) where the GPU first waits until all is
+launched, as in a training that keeps it busy. The stages are timed in that way too; one that is called several times
+(windows) is summed. Stages of a step's KL and backward are parts of these two. The selection that is attended to is
+either
 
     selected by proxies   what `select_blocks` chose from random inputs: neighbouring queries agree by chance alone
     overlap               a planted one: of its neighbour's blocks, a query keeps each with probability `--keep`
@@ -268,8 +269,9 @@ def measure(calls: dict[str, Call], options: argparse.Namespace) -> list[dict[st
                 times.setdefault(f"{name}: {stage}", []).append(spent)
     for name, found in times.items():
         spread = {"median_ms": statistics.median(found), "least_ms": min(found), "most_ms": max(found)}
-        device = statistics.median(launched.get(name, found))
-        rows[name] = spread | {"device_ms": device} | rows.get(name, {})
+        busy = launched.get(name, found)
+        device = {"device_ms": statistics.median(busy), "device_least_ms": min(busy), "device_most_ms": max(busy)}
+        rows[name] = spread | device | rows.get(name, {})
     wholes = [name for name in rows if ": " not in name]
     order = [name for whole in wholes for name in rows if name == whole or name.startswith(f"{whole}: ")]
     return [{"operation": name, **rows[name]} for name in order]
@@ -293,7 +295,16 @@ def show(sequence: int, rows: list[dict[str, Any]]) -> None:
         print(line, flush=True)
 
 
-def environment() -> dict[str, Any]:
+def code() -> str:
+    """The commit of this checkout, with a + where files differ from it; empty outside of one."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty=+", "--abbrev=12"]
+    with contextlib.suppress(OSError):
+        return subprocess.run([*git, "--exclude=*"], capture_output=True, text=True, check=False).stdout.strip()
+    return ""
+
+
+def environment(written: Path) -> dict[str, Any]:
+    """Device, versions, date, code, and the command without the folder that it writes to."""
     versions = {}
     for name in VERSIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -308,7 +319,8 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         **versions,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
+        "code": code(),
+        "command": " ".join(["python", *(word.replace(str(written), written.name) for word in sys.argv)]),
     }
 
 
@@ -317,8 +329,13 @@ def main() -> None:
     options = arguments()
     if not torch.cuda.is_available():
         sys.exit("bench_gpu.py: needs a CUDA GPU; bench_ops.py also runs on a CPU")
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-    result: dict[str, Any] = {"environment": environment(), "settings": settings, "rows": [], "agreement": []}
+    settings = {key: value for key, value in vars(options).items() if key != "json"}
+    result: dict[str, Any] = {
+        "environment": environment(options.json),
+        "settings": settings,
+        "rows": [],
+        "agreement": [],
+    }
     print(", ".join(f"{key} {value}" for key, value in result["environment"].items() if key != "command"))
     columns = ("median ms", "least", "most", "device", "peak MiB", "launches", "x dense")
     heads = "".join(f"{name:>10}" for name in columns)

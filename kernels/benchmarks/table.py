@@ -84,6 +84,13 @@ def by_length(result: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
     return found
 
 
+def spread(row: dict[str, Any], kind: str) -> str:
+    """Median, and in brackets least and most where they were kept."""
+    median = row["device_ms" if kind else "median_ms"]
+    least, most = (row.get(f"{kind}{end}_ms") for end in ("least", "most"))
+    return f"{median:.3f}" if least is None or most is None else f"{median:.3f} ({least:.3f} to {most:.3f})"
+
+
 def wholes(results: Iterable[dict[str, Any]], operation: str, dense: str) -> str:
     """An operation against the dense ones of the same file: on a busy GPU, and from an idle one."""
     lines = []
@@ -93,16 +100,15 @@ def wholes(results: Iterable[dict[str, Any]], operation: str, dense: str) -> str
         if not kinds or any("failed" in rows[name] for name in kinds):
             continue
         best = next((rows[name] for name in peers if "device_ms" in rows.get(name, {})), None)
-        cells = [f"{rows[name]['device_ms']:.3f}" if "device_ms" in rows.get(name, {}) else "-" for name in peers]
+        cells = [spread(rows[name], "device_") if "device_ms" in rows.get(name, {}) else "-" for name in peers]
         for name in kinds:
             row = rows[name]
             ratio = ["-", "-"]
             if best is not None:
                 ratio = [f"**{best[key] / row[key]:.2f}x**" for key in ("device_ms", "median_ms")]
-            spread = f"{row['median_ms']:.3f} ({row['least_ms']:.3f} to {row['most_ms']:.3f})"
-            line = [length(sequence), name.split(", ")[1], f"{row['device_ms']:.3f}", *cells, *ratio, spread]
+            line = [length(sequence), name.split(", ")[1], spread(row, "device_"), *cells, *ratio, spread(row, "")]
             lines.append([*line, f"{row['peak_mib']:.0f}", f"{row['launches']}"])
-    head = ["S", "selection", "ms, GPU busy", "FA4", "cuDNN", "FA4 / ours", "from idle", "ms from idle, median (range)"]
+    head = ["S", "selection", "ms, GPU busy (range)", "FA4", "cuDNN", "FA4 / ours", "from idle", "ms from idle (range)"]
     return markdown([*head, "peak MiB", "launches"], lines)
 
 

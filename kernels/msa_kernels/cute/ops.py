@@ -11,7 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 from msa_kernels.cute import windows
 from msa_kernels.documents import num_blocks
 
-SCORE_BYTES = 2**28
+SCORE_BYTES = 2**30
 """The most that the proxies' scores of a window take."""
 
 

@@ -12,7 +12,7 @@ import lightning as L
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
-from msa_kernels import block_scores
+from msa_kernels.reference import block_scores
 from msa_kernels.selection import row_keys
 from torch import Tensor, nn
 
@@ -150,8 +150,7 @@ def _scores(seen: Seen, block_size: int, queries: tuple[int, int], stride: int, 
     """The proxies' scores of what was selected; NaN for a rule without proxies."""
     if seen.q_proxy is None or seen.k_proxy is None:
         return torch.full(selected.shape, torch.nan, device=selected.device)
-    scores = block_scores(seen.q_proxy, seen.k_proxy, block_size=block_size, queries=queries, backend="reference")
-    scores = scores[:, :, ::stride]
+    scores = block_scores(seen.q_proxy, seen.k_proxy, block_size=block_size, queries=queries, stride=stride)
     return at_blocks(scores.repeat_interleave(selected.shape[1] // scores.shape[1], 1), selected)
 
 

@@ -22,6 +22,8 @@ CHUNK_SCORES = 2**23
 """Scores (batch x heads x queries x keys) that one chunk may hold."""
 CHUNK_QUERIES = 128
 """Queries of the largest chunk: a chunk only meets the keys up to its last query, so short chunks skip the future."""
+GPU_SCORES = 2**26
+"""The same on a GPU where scores are only looked at."""
 KEPT_SCORES = 2**25
 """Scores that one op may keep for the backward pass; beyond it, chunks are recomputed."""
 
@@ -33,17 +35,20 @@ def block_scores(
     block_size: int = 128,
     cu_seqlens: Tensor | None = None,
     queries: tuple[int, int] | None = None,
+    stride: int = 1,
 ) -> Float32[Tensor, "batch proxy query block"]:
     """M of equation 6: the largest visible score of each block, -inf where none is visible, NaN where one is NaN.
 
-    `queries` is a half-open range of positions in the row; None is all of them. Not differentiable.
+    `queries` is a half-open range of positions in the row, None all of them; every `stride`-th counts. Not
+    differentiable.
     """
     checks.proxy_branch(q_proxy, k_proxy)
     checks.budget(1, block_size, 0, 0)
     batch, sequence, num_proxies, _ = q_proxy.shape
     maxima = _block_maxima(q_proxy, k_proxy, block_size, cu_seqlens)
-    first, last = checks.query_range(queries, sequence)
-    parts = [maxima(*chunk) for chunk in _chunks(first, last, batch * num_proxies * sequence)]
+    counted = range(*checks.query_range(queries, sequence), stride)
+    chunks = _score_chunks(len(counted), batch * num_proxies * sequence, q_proxy.device)
+    parts = [maxima(counted[low], counted[high - 1] + 1, stride) for low, high in chunks]
     if not parts:
         parts = [q_proxy.new_empty(batch, num_proxies, 0, num_blocks(sequence, block_size), dtype=torch.float32)]
     return torch.cat(parts, 2)
@@ -75,7 +80,7 @@ def select_blocks(
             queries=chunk,
             sequence=sequence,
         ).blocks
-        for chunk in _chunks(0, sequence, batch * num_proxies * sequence)
+        for chunk in _score_chunks(sequence, batch * num_proxies * sequence, q_proxy.device)
     ]
     return Selection(torch.cat(chosen, 2), block_size, cu_seqlens)
 
@@ -156,22 +161,23 @@ def dense_proxy_kl(
 
 def _block_maxima(
     q_proxy: Tensor, k_proxy: Tensor, block_size: int, cu_seqlens: Tensor | None
-) -> Callable[[int, int], Tensor]:
-    """The function that gives M of equation 6 for the queries from start to stop."""
+) -> Callable[..., Tensor]:
+    """The function that gives M of equation 6 for the queries from start to stop, every `stride`-th."""
     batch, sequence = q_proxy.shape[:2]
     count = num_blocks(sequence, block_size)
     grid = layout(batch, sequence, block_size, cu_seqlens, q_proxy.device)
     pool = _pool_rows if cu_seqlens is None else _pool_documents
     q, k = _by_head(q_proxy.detach(), k_proxy.shape[2]), _by_head(k_proxy.detach())
 
-    def maxima(start: int, stop: int) -> Tensor:
+    def maxima(start: int, stop: int, stride: int = 1) -> Tensor:
+        rows = slice(start, stop, stride)
         low = _first_key(grid, cu_seqlens, start)
         doubtful = start if cu_seqlens is None else low  # without documents, every earlier key is visible
-        hidden = ~_causal(grid, cu_seqlens, start, stop, doubtful)
+        hidden = ~_causal(grid, cu_seqlens, start, stop, doubtful, stride)
         with _full_precision(q):
-            scores = _scores(q[:, :, :, start:stop], k[:, :, low:stop])
+            scores = _scores(q[:, :, :, rows], k[:, :, low:stop])
         scores[..., doubtful - low :].masked_fill_(hidden, -torch.inf)
-        return pool(scores, grid.start[:, None, start:stop, None] - low, block_size, count).float()
+        return pool(scores, grid.start[:, None, rows, None] - low, block_size, count).float()
 
     return maxima
 
@@ -315,12 +321,12 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _causal(grid: Layout, cu_seqlens: Tensor | None, start: int, stop: int, low: int) -> Tensor:
+def _causal(grid: Layout, cu_seqlens: Tensor | None, start: int, stop: int, low: int, stride: int = 1) -> Tensor:
     """Which keys low..stop the queries start..stop may see at all, (batch or 1, 1, query, key)."""
     rows = 1 if cu_seqlens is None else None
     key = torch.arange(low, stop, device=grid.start.device)
-    query = torch.arange(start, stop, device=grid.start.device)[:, None]
-    return (key <= query) & (key >= grid.start[:rows, None, start:stop, None])
+    query = torch.arange(start, stop, stride, device=grid.start.device)[:, None]
+    return (key <= query) & (key >= grid.start[:rows, None, start:stop:stride, None])
 
 
 def _support(
@@ -374,6 +380,16 @@ def _chunks(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
     size = max(1, min(CHUNK_QUERIES, CHUNK_SCORES // width))
     for start in range(first, last, size):
         yield start, min(start + size, last)
+
+
+def _score_chunks(count: int, width: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Ranges of queries whose scores alone are held: large ones on a GPU, where small ones are all launches."""
+    if device.type != "cuda":
+        yield from _chunks(0, count, width)
+        return
+    size = max(1, GPU_SCORES // width)
+    for start in range(0, count, size):
+        yield start, min(start + size, count)
 
 
 def _largest_first(first: int, last: int, width: int) -> list[tuple[int, int]]:

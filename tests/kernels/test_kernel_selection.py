@@ -194,8 +194,17 @@ def test_a_range_of_queries_equals_the_rows_of_the_whole(cu_seqlens):
     rule = {"top_k_blocks": 3, **grid}
     picked = select_from_scores(whole[:, :, 11:31], **rule, queries=(11, 31), sequence=50)
     assert torch.equal(picked.blocks, select_from_scores(whole, **rule).blocks[:, :, 11:31])
+    strided = reference.block_scores(*proxies, **grid, queries=(11, 48), stride=3)
+    torch.testing.assert_close(strided, whole[:, :, 11:48:3], rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match=r"queries=\(11, 51\)"):
         reference.block_scores(*proxies, queries=(11, 51))
+
+
+def test_chunks_of_scores_cover_all_queries_and_are_large_on_a_gpu():
+    for device, longest in (("cpu", 8), ("cuda", 64)):
+        chunks = list(reference._score_chunks(1000, 2**20, torch.device(device)))
+        assert [i for low, high in chunks for i in range(low, high)] == list(range(1000))
+        assert max(high - low for low, high in chunks) == longest
 
 
 def test_heads_that_are_not_adjacent_get_their_proxys_choice():

@@ -180,7 +180,7 @@ def loaded() -> dict:
     return _loaded
 
 
-def options(seed: int = 0, resident: int = 3, steps: int = 4_000_000_000, races: bool = False, proxies: bool = True,
+def options(seed: int = 0, resident: int = 3, steps: int = 4_000_000_000, races: bool = True, proxies: bool = True,
             trace: bool = False) -> None:  # fmt: skip
     """How launches run from now on: order of events, thread blocks at a time, most instructions, what is checked."""
     library().emulator_options(

@@ -35,6 +35,8 @@ class Case(NamedTuple):
     """0: as many as selections."""
     proxy_heads: int = 1
     proxy_dim: int = 128
+    local: int = 1
+    sinks: int = 0
 
     def __str__(self) -> str:
         changed = {k: v for k, v in self._asdict().items() if v != Case._field_defaults[k] or k == "heads"}
@@ -114,7 +116,6 @@ def run(
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", type=int)
     parser.add_argument("--variants", action="store_true", help="a case for each variant that is compiled")
-    parser.add_argument("--races", action="store_true")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--case", help="fields as a dict's arguments: heads=4,dim=64")
     options = parser.parse_args()
@@ -126,7 +127,7 @@ def run(
         for seed in range(options.seed, options.seed + options.seeds):
             began, before = time.time(), emulator.library().emulator_instructions()
             try:
-                with here(), emulator.installed(seed=seed, races=options.races, trace=options.trace):
+                with here(), emulator.installed(seed=seed, trace=options.trace):
                     found = check(case, seed)
             except Exception as error:
                 faults += 1

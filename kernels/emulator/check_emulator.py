@@ -49,7 +49,7 @@ def main(kernel: str) -> None:
         said = ""
         for seed in range(SEEDS):
             try:
-                with here(), emulator.installed(seed=seed, races=True, steps=50_000_000):
+                with here(), emulator.installed(seed=seed, steps=50_000_000):
                     wrong = [n for n, (value, most) in module.check(case, 0).items() if not value <= most]
                 said = f"wrong {' '.join(wrong)}" if wrong else ""
             except RuntimeError as error:

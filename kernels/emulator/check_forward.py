@@ -1,9 +1,15 @@
-"""Attention over a selection (index, attend, merge) and the selection itself (scores, topk), against fp64."""
+"""Attention over a selection (index, attend, merge) and the selection itself (scores, topk), against fp64.
+
+The selection is also made where it is hard: scores that tie, others that are NaN, and windows of 256 tokens.
+"""
+
+from unittest import mock
 
 import torch
 from cases import DOCUMENTS, Case, difference, of_variants, problem, run
 from msa_kernels import reference
 from msa_kernels.cute import attend, ops
+from torch import Tensor
 
 CASES = [
     Case(),
@@ -15,6 +21,9 @@ CASES = [
     Case(heads=16, kv_heads=1, selections=1, sequence=200),
     Case(heads=4, kv_heads=2, selections=2, block_size=64, slots=4),
     Case(heads=4, kv_heads=2, selections=2, block_size=64, dim=64, documents=(0, 60, 61, 300)),
+    # Many blocks to choose from.
+    Case(block_size=64, dim=64, sequence=1000, slots=4, local=2, sinks=1),
+    Case(block_size=64, dim=64, batch=2, sequence=700, slots=4, documents=(0, 600, 700, 701, 1400), local=0, sinks=1),
 ]
 
 
@@ -26,12 +35,27 @@ def check(case: Case, seed: int) -> dict:
     found = {"out": (difference(out, expected), 6e-3), "lse": (difference(lse, exact), 1e-5)}
     alone = ops.selected_lse(q, k, selection.blocks, selection.cu_seqlens, case.block_size)
     found["lse alone"] = difference(alone, exact), 1e-5
-    rule = case.slots, case.block_size, 1, 0
-    chosen = ops.select_blocks(given.q_proxy, given.k_proxy, selection.cu_seqlens, *rule)
-    best = reference.select_blocks(given.q_proxy.float(), given.k_proxy.float(), top_k_blocks=case.slots,
-                                   block_size=case.block_size, cu_seqlens=selection.cu_seqlens)  # fmt: skip
-    found["choice"] = float((chosen != best.blocks).double().mean()), 1e-3
+    proxies = given.q_proxy, given.k_proxy
+    found["choice"] = wrong_choices(case, *proxies, selection.cu_seqlens), 1e-3
+    with mock.patch.object(ops, "SCORE_BYTES", 1):
+        found["hard choice"] = wrong_choices(case, *hard(*proxies), selection.cu_seqlens), 0.0
     return found
+
+
+def hard(q_proxy: Tensor, k_proxy: Tensor) -> tuple[Tensor, Tensor]:
+    """Small whole numbers, whose scores tie and are exact, and some NaNs."""
+    q_proxy, k_proxy = ((x / 2).round() for x in (q_proxy, k_proxy))
+    q_proxy[:, 190::500, 0] = k_proxy[:, 70::500] = torch.nan
+    return q_proxy, k_proxy
+
+
+def wrong_choices(case: Case, q_proxy: Tensor, k_proxy: Tensor, offsets: Tensor | None) -> float:
+    """The share of slots that hold another block than those of the reference."""
+    rule = {"top_k_blocks": case.slots, "block_size": case.block_size}
+    rule |= {"num_local_blocks": case.local, "num_sink_blocks": case.sinks}
+    best = reference.select_blocks(q_proxy.double(), k_proxy.double(), cu_seqlens=offsets, **rule)
+    chosen = ops.select_blocks(q_proxy, k_proxy, offsets, *rule.values())
+    return float((chosen != best.blocks).double().mean())
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.utils.flop_counter import register_flop_formula
 
 from msa_kernels import checks
-from msa_kernels.documents import layout, num_blocks
+from msa_kernels.documents import check_cu_seqlens, layout, num_blocks
 from msa_kernels.selection import Selection, ordered, top_blocks
 
 TILE = 128
@@ -166,7 +166,11 @@ def dense_proxy_kl(
 
 def _starts(batch: int, sequence: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor | None:
     """Position in the row of each token's document, None where every row is one document."""
-    return None if cu_seqlens is None else torch.ops.msa_kernels.flex_starts(cu_seqlens.to(device), batch, sequence)
+    if cu_seqlens is None:
+        return None
+    # Where they are given: their values can be looked at on the CPU, but on a device not without waiting for it.
+    check_cu_seqlens(cu_seqlens, batch, sequence)
+    return torch.ops.msa_kernels.flex_starts(cu_seqlens.to(device), batch, sequence)
 
 
 @torch.library.custom_op("msa_kernels::flex_starts", mutates_args=())

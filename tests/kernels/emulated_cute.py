@@ -32,6 +32,27 @@ def _own(first, starts, token, block_size):
     return oldest, (token - int(starts[oldest])) // block_size
 
 
+def _Scores(kernel, q, k, first, starts, scores, begin, end, parts):
+    for token in range(begin, end):
+        keys = torch.arange(int(starts[int(first[token])]), token + 1)
+        found = torch.einsum("hd,khd->hk", q[token].float(), k[keys].repeat_interleave(kernel.group, 1).float())
+        for block, part in enumerate(found.split(kernel.block_size, 1)):
+            row = (token - begin) * kernel.num_proxies
+            scores[block, row : row + kernel.num_proxies] = part.amax(1) * kernel.proxy_dim**-0.5
+
+
+def _TopK(kernel, scores, first, starts, blocks, begin, end):
+    from msa_kernels.selection import ordered, top_blocks
+
+    proxies, sequence = blocks.shape[1:3]
+    for token in range(begin, end):
+        _, own = _own(first, starts, token, kernel.block_size)
+        given = scores[: own + 1, (token - begin) * proxies : (token - begin + 1) * proxies].T[None, :, None]
+        rule = kernel.slots, kernel.num_local_blocks, kernel.num_sink_blocks
+        found = top_blocks(ordered(given), torch.tensor([[own]]), *rule)[0, :, 0]
+        blocks[token // sequence, :, token % sequence] = found
+
+
 def _ReverseIndex(kernel, blocks, first, starts, counts, offsets, edges, tasks, task_ptr, claims, window):
     from msa_kernels.cute.index import EDGE_SLOTS, TASK
 

@@ -209,6 +209,29 @@ else:
     assert kept(tmp_path) == []
 
 
+def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "kernel.o"
+    compiling.write(path, b"old")
+
+    def torn(part: Path, content: bytes) -> None:
+        part.open("wb").write(content[:2])
+        raise OSError("no space left")
+
+    def refused(part: Path, target: Path) -> None:
+        raise OSError("not permitted")
+
+    for name, failing, message in (("write_bytes", torn, "no space"), ("replace", refused, "not permitted")):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, name, failing)
+            with pytest.raises(OSError, match=message):
+                compiling.write(path, b"new")
+        assert path.read_bytes() == b"old"
+        assert kept(tmp_path) == [path]
+    compiling.write(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert kept(tmp_path) == [path]
+
+
 def test_only_devices_that_the_kernels_are_made_for_are_compiled_for(alone, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"no CUDA device.*CUTE_DSL_ARCH=sm_90a"):

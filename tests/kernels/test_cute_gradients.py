@@ -10,9 +10,10 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import emulated_cute
 from msa_kernels import cute, dispatch, msa_attention, reference
-from msa_kernels.cute import attend, backward, dense, gradients, hopper, index, kl, layout, merge, windows, work
+from msa_kernels.cute import dense, hopper, index, kl, windows
 from msa_kernels.selection import Selection, random_selection
 
+MODULES = ("attend", "backward", "dense", "gradients", "index", "kl", "layout", "merge", "scores", "topk", "work")
 # batch, sequence, query, KV, selecting, proxy and proxy KV heads, slots, documents
 SHAPES = {
     "grouped": (1, 300, 4, 2, 4, 4, 1, 3, None),
@@ -26,8 +27,8 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (attend, backward, dense, gradients, index, kl, layout, merge, work):
-        monkeypatch.setattr(module, "load", emulated_cute.load)
+    for module in MODULES:
+        monkeypatch.setattr(f"msa_kernels.cute.{module}.load", emulated_cute.load)
     for module in (index, windows):
         monkeypatch.setattr(module, "TASK", 64)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
@@ -140,8 +141,8 @@ def test_a_step_makes_grid_index_and_rows_once(monkeypatch: pytest.MonkeyPatch):
         kernels.append(type(kernel).__name__)
         return emulated_cute.load(kernel)
 
-    for module in (attend, backward, gradients, index, kl, layout, merge, work):
-        monkeypatch.setattr(module, "load", load)
+    for module in MODULES:
+        monkeypatch.setattr(f"msa_kernels.cute.{module}.load", load)
     leaves, selection = _problem("grouped")
     out, value = _step(*leaves, tuple(selection))
     shared = ["Layout", "ReverseIndex", "Slots", "Attend", "Merge"]
@@ -149,7 +150,7 @@ def test_a_step_makes_grid_index_and_rows_once(monkeypatch: pytest.MonkeyPatch):
     assert kernels == [*shared, *of_kl, "SumQueries", "SumKeys"]
     kernels.clear()
     torch.autograd.grad(out.sum(), leaves, allow_unused=True, retain_graph=True)
-    assert kernels == ["Deltas", "Backward", "SumQueries", "SumKeys"]
+    assert kernels == ["Deltas", "Backward", "SumKeys", "SumQueries"]
     kernels.clear()
     torch.autograd.grad(value.sum(), leaves, allow_unused=True)
     assert kernels == ["Scale", "Scale"]
@@ -215,6 +216,8 @@ def test_operations_are_what_pytorch_asks_of_them(name: str):
     # Without the dispatch under symbolic shapes, which `test_a_compiled_step_takes_any_length` goes through.
     tests = "test_schema", "test_autograd_registration", "test_faketensor"
     for operation, given in (
+        (cute.ops.select_blocks, (*plain[:2], about[1], 3, 128, 1, 1)),
+        (cute.ops.selected_lse, (*plain[2:4], *about)),
         (cute.ops.attention_and_kl, (*leaves, *about, 1024, True)),
         (cute.ops.attention_and_kl, (None, None, *leaves[2:], *about, 1024, False)),
         (cute.ops.attention_gradients, (*plain[2:], about[0], 128, 1024, out, lse, torch.ones_like(out), kept)),

@@ -63,7 +63,8 @@ def test_this_installation_is_sound():
     assert doctor.dsl_skew(doctor.installed()) == []
 
 
-def test_doctor_tells_versions_and_why_a_kernel_path_cannot_be_used(capsys):
+def test_doctor_tells_versions_and_why_a_kernel_path_cannot_be_used(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("MSA_KERNELS_CACHE", str(tmp_path))
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     for word in (
@@ -73,6 +74,7 @@ def test_doctor_tells_versions_and_why_a_kernel_path_cannot_be_used(capsys):
         "GPU driver: ",
         "kernels: reference is usable",
         "kernels: a run",
+        f"kernels: compiled ones in {tmp_path}: 0 for this version",
     ):
         assert word in out
     assert "backend='cute' cannot be used" in out or "cute is usable" in out

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from msa_kernels import checks, flex
 from msa_kernels.cute import library, ops, windows
+from msa_kernels.documents import check_cu_seqlens
 from msa_kernels.flex import block_scores
 from msa_kernels.selection import Selection
 
@@ -48,7 +49,7 @@ def select_blocks(
     checks.proxy_branch(q_proxy, k_proxy)
     checks.budget(top_k_blocks, block_size, num_local_blocks, num_sink_blocks)
     _supported("top_k_blocks", top_k_blocks, range(1, MOST_SLOTS + 1))
-    offsets = _on_device(cu_seqlens, q_proxy)
+    offsets = _offsets(cu_seqlens, q_proxy)
     rule = (top_k_blocks, block_size, num_local_blocks, num_sink_blocks)
     return Selection(ops.select_blocks(q_proxy.detach(), k_proxy.detach(), offsets, *rule), block_size, cu_seqlens)
 
@@ -64,7 +65,7 @@ def sparse_attention(
     checks.selection(*selection, q, k.shape[2])
     _supported("top_k_blocks", selection.blocks.shape[3], range(1, MOST_SLOTS + 1))
     _supported("the dim of v, as that of q,", v.shape[3], (q.shape[3],))
-    blocks, offsets = _for_groups(selection.blocks, q.shape[2], k.shape[2]), _on_device(selection.cu_seqlens, q)
+    blocks, offsets = _for_groups(selection.blocks, q.shape[2], k.shape[2]), _offsets(selection.cu_seqlens, q)
     if not _learns(q, k, v):
         return ops.sparse_attention(q, k, v, blocks, offsets, selection.block_size, None)
     if selection.block_size not in GRADIENT_BLOCK_SIZES:
@@ -100,7 +101,7 @@ def attention_and_kl(
     lists = _for_groups(blocks, q.shape[2], k.shape[2]), _for_proxies(blocks, q_proxy.shape[2], k_proxy.shape[2])
     if any(x is not blocks for x in lists):
         return apart()
-    offsets = _on_device(selection.cu_seqlens, q)
+    offsets = _offsets(selection.cu_seqlens, q)
     out, _, kl = _step(q_proxy, k_proxy, q, k, v, blocks, offsets, selection.block_size)
     return out, kl
 
@@ -119,7 +120,7 @@ def proxy_kl(
     _kl_supported(q_proxy, k_proxy, q, k, selection)
     checks.lse(lse, q)
     blocks = _for_proxies(selection.blocks, q_proxy.shape[2], k_proxy.shape[2])
-    given = q_proxy, k_proxy, q.detach(), k.detach(), lse.detach(), blocks, _on_device(selection.cu_seqlens, q)
+    given = q_proxy, k_proxy, q.detach(), k.detach(), lse.detach(), blocks, _offsets(selection.cu_seqlens, q)
     return ops.proxy_kl(*given, selection.block_size, _learns(q_proxy, k_proxy))[0]
 
 
@@ -136,7 +137,7 @@ def dense_attention(
     Without `return_lse` that is FlashAttention-4 or what PyTorch chooses: MSA is compared with it.
     """
     checks.main_branch(q, k, v)
-    offsets = _on_device(cu_seqlens, q)
+    offsets = _offsets(cu_seqlens, q)
     if not return_lse and library.chosen(q, k, v, offsets) != library.FLASH:
         return flex.dense_attention(q, k, v, cu_seqlens=cu_seqlens, return_lse=False)
     out, lse = library.attend(q, k, v, offsets)
@@ -156,7 +157,7 @@ def dense_proxy_kl(
     checks.both_branches(q_proxy, k_proxy, q, k)
     checks.lse(lse, q)
     _teacher_supported(q, k, q_proxy.shape[2])
-    offsets = _on_device(cu_seqlens, q)
+    offsets = _offsets(cu_seqlens, q)
     student_lse = library.log_sum_exp(q_proxy.detach(), k_proxy.detach(), offsets)
     given = q_proxy, k_proxy, q.detach(), k.detach(), lse.detach(), student_lse, offsets
     return ops.dense_proxy_kl(*given, _learns(q_proxy, k_proxy))[0]
@@ -260,5 +261,9 @@ def _supported(name: str, value: int, legal: range | tuple[int, ...]) -> None:
         raise ValueError(f"{name} is {value}; the cute kernels take {nearest} as the nearest, or use MSA_KERNELS=flex")
 
 
-def _on_device(cu_seqlens: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if cu_seqlens is None else cu_seqlens.to(like.device)
+def _offsets(cu_seqlens: Tensor | None, like: Tensor) -> Tensor | None:
+    if cu_seqlens is None:
+        return None
+    # Where they are given: their values can be looked at on the CPU, but on a device not without waiting for it.
+    check_cu_seqlens(cu_seqlens, *like.shape[:2])
+    return cu_seqlens.to(like.device)

@@ -30,8 +30,19 @@ from msa_kernels.cute.index import Index
 
 QUERY_STAGES = 4
 KEY_STAGES = 2
+LEAD = 4
+"""Tiles of an item that are still to be gathered when the next one is drawn: time enough to draw it and to load its
+keys. Drawn any sooner, it would wait for a busy thread block while others have run out of work."""
 SLOT_BITS = 5
 """Of an edge: query x 32 + slot."""
+
+
+@cute.jit
+def ask_if_near(near: cute.Pointer, tile: Int32, tiles: Int32):
+    """Before a tile is gathered: arrive at the barrier `near` if it is the tile at which the next item is drawn."""
+    if tile == cutlass.max(tiles - LEAD, 0):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(near)
 
 
 class Problem(NamedTuple):
@@ -203,9 +214,9 @@ class Attend(Heads):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
-        # Queries: full and empty; keys: full, empty, and the task known.
+        # Queries: full and empty; keys: full, empty, and the task known; the task nearly gathered.
         bars = memory.allocate_array(Int64, 2 * QUERY_STAGES)
-        key_bars = memory.allocate_array(Int64, 3 * KEY_STAGES)
+        key_bars = memory.allocate_array(Int64, 3 * KEY_STAGES + 1)
         info = memory.allocate_array(Int32, 4 * KEY_STAGES)
         layout_q, layout_k = layouts
         s_q = hopper.allocate(memory, self.dtype, layout_q)
@@ -221,6 +232,7 @@ class Attend(Heads):
                 cute.arch.mbarrier_init(key_bars + i, 1)
                 cute.arch.mbarrier_init(key_bars + KEY_STAGES + i, 2 * hopper.WARPGROUP // 32 + 2)
                 cute.arch.mbarrier_init(key_bars + 2 * KEY_STAGES + i, 1)
+            cute.arch.mbarrier_init(key_bars + 3 * KEY_STAGES, 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -258,6 +270,7 @@ class Attend(Heads):
         while more > 0:
             stage, phase = hopper.place(n, KEY_STAGES)
             cute.arch.mbarrier_wait(bars + KEY_STAGES + stage, phase ^ 1)
+            cute.arch.mbarrier_wait(bars + 3 * KEY_STAGES, (n & 1) ^ 1)
             item = Int32(0)
             if lane == 0:
                 item = cute.arch.atomic_add(claims.iterator + window, Int32(1))
@@ -328,6 +341,8 @@ class Attend(Heads):
                 if j & (self.group - 1) == 0:
                     edge = following
                     following = edges[cutlass.min(at + (j + self.group) * self.queries, last)]
+                if which == 0:
+                    ask_if_near(key_bars + 3 * KEY_STAGES, j, tiles)
                 cute.arch.mbarrier_wait(bars + QUERY_STAGES + stage, phase ^ 1)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(bars + stage, size)

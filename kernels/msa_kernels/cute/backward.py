@@ -41,9 +41,10 @@ KEY_STAGES = 2
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
 CONSUMERS = 2 * hopper.WARPGROUP
-Q_FULL, Q_EMPTY, O_FULL, O_EMPTY, DS_FULL, K_FULL, K_EMPTY, KNOWN, V_FULL, V_EMPTY = range(10)
-"""Barriers: of queries, of the outputs' gradients, of ds, of keys, of announced items, and of values."""
-STAGES = (*[QUERY_STAGES] * 2, *[GRADIENT_STAGES] * 3, *[KEY_STAGES] * 3, 1, 1)
+Q_FULL, Q_EMPTY, O_FULL, O_EMPTY, DS_FULL, K_FULL, K_EMPTY, KNOWN, V_FULL, V_EMPTY, NEAR = range(11)
+"""Barriers: of queries, of the outputs' gradients, of ds, of keys, of announced items, of values, and of an item that
+is nearly gathered."""
+STAGES = (*[QUERY_STAGES] * 2, *[GRADIENT_STAGES] * 3, *[KEY_STAGES] * 3, 1, 1, 1)
 """How many there are of each."""
 SCORES, SLOPES, DQ, DK, DV, P, WEIGHTS, DS = range(8)
 """Registers: scores, do v, the three gradients, p in fp32, and p and ds as operands."""
@@ -239,11 +240,11 @@ class Backward(Heads):
         if warp >= 8:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 8:
-                self.gather(loads[0], sources[0], index[0], s_q, QUERY_STAGES, bars[Q_FULL], bars[Q_EMPTY], bars, info)
+                ring = bars[Q_FULL], bars[Q_EMPTY], bars[NEAR]
+                self.gather(loads[0], sources[0], index[0], s_q, QUERY_STAGES, ring, bars, info)
             elif warp == 9:
-                self.gather(
-                    loads[1], sources[1], index[0], s_o, GRADIENT_STAGES, bars[O_FULL], bars[O_EMPTY], bars, info
-                )
+                ring = bars[O_FULL], bars[O_EMPTY], None
+                self.gather(loads[1], sources[1], index[0], s_o, GRADIENT_STAGES, ring, bars, info)
             elif warp == 10:
                 self.draw(loads, sources, index, (s_k, s_v, s_n), bars, info, numbers[:3])
             else:
@@ -262,7 +263,7 @@ class Backward(Heads):
         """Arrivals: a full tile has its gather's and those of `describe`'s lanes; warps of readers free buffers."""
         readers = CONSUMERS // 32
         # An item's place is also read by three of the warps that load.
-        arrivals = (33, readers, 33, readers, readers, 1, readers + 3, 1, 1, readers)
+        arrivals = (33, readers, 33, readers, readers, 1, readers + 3, 1, 1, readers, 1)
         for i in cutlass.range_constexpr(len(STAGES)):
             for stage in cutlass.range_constexpr(STAGES[i]):
                 cute.arch.mbarrier_init(bars[i] + stage, arrivals[i])
@@ -279,13 +280,14 @@ class Backward(Heads):
         numbers: tuple,
     ):
         """One warp: draw items until none is left; announce each, and load its keys and values."""
-        full, empty, known, values_full, values_empty = bars[K_FULL:]
+        full, empty, known, values_full, values_empty, near = bars[K_FULL:]
         s_k, s_v, s_n = targets
         shape, size = (self.block_size, self.dim), self.block_size * self.dim * 2
         n, more = Int32(0), Int32(1)
         while more > 0:
             stage, phase = streams.ring(n, KEY_STAGES)
             cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+            cute.arch.mbarrier_wait(near, (n & 1) ^ 1)
             sharing = self.units // self.num_selections
             item = streams.draw(index, numbers, self.units, sharing, self.block_size)
             more = Int32(item[BEGIN] < item[END])
@@ -314,12 +316,11 @@ class Backward(Heads):
         edges: cute.Tensor,
         target: cute.Tensor,
         stages: cutlass.Constexpr,
-        full: cute.Pointer,
-        empty: cute.Pointer,
+        ring: tuple,
         bars: tuple,
         info: cute.Pointer,
     ):
-        """One warp: the rows of every item's tiles, of queries or of gradients."""
+        """One warp: the rows of every item's tiles, of queries or of gradients; `ring`: full, empty, and near."""
         n, base, more = Int32(0), Int32(0), Int32(1)
         while more > 0:
             stage, phase = streams.ring(n, KEY_STAGES)
@@ -327,7 +328,7 @@ class Backward(Heads):
             item = streams.read(info, stage)
             more = Int32(item[BEGIN] < item[END])
             shape = self.queries, self.group, self.units, stages
-            base += streams.gather(load, source, target, edges, item, item[UNIT], shape, base, full, empty)
+            base += streams.gather(load, source, target, edges, item, item[UNIT], shape, base, *ring)
             self.free(bars[K_EMPTY] + stage)
             n += 1
 

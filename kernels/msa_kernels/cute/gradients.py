@@ -91,15 +91,21 @@ def attention_gradients(
     units = max(blocks.shape[1], k.shape[1])
     dout, lse = flat(dout), flat(lse)
     delta = make_deltas(flat(out), dout)
-    dq, dk, dv = (torch.empty(batch, sequence, *x.shape[1:], dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dk, dv = (torch.empty(batch, sequence, *x.shape[1:], dtype=x.dtype, device=x.device) for x in (k, v))
+    dq = None
     dq_parts = torch.empty(work.tokens * heads * slots, dim, dtype=q.dtype, device=q.device)
     parts = _floats(2, work.sizes.items(units, work.window), block_size, dim, like=q)
     kept = _floats(2, len(q) if work.tokens < len(q) else 1, k.shape[1], dim, like=q)
     for window in work.passes():
         backward(problem, work.index, window, dout, lse, delta, rows.own_slot, dq_parts, *parts)
-        sum_queries(dq_parts, rows, slots, window, dq.flatten(0, 1), units, 1.0, mean=False, eights=False)
         both = dk.flatten(0, 1), dv.flatten(0, 1)
         sum_keys(problem, work.index, window, units, parts, kept, both, 1.0, None)
+        if window.end >= len(q):
+            parts = kept = ()  # dq takes their memory, if this was the only window
+        if dq is None:
+            dq = torch.empty(batch, sequence, heads, dim, dtype=q.dtype, device=q.device)
+        sum_queries(dq_parts, rows, slots, window, dq.flatten(0, 1), units, 1.0, mean=False, eights=False)
+    assert dq is not None
     return dq, dk, dv
 
 

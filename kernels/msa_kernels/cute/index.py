@@ -99,6 +99,13 @@ def _check(total: int, num_proxies: int, slots: int, size: int, window: int, row
             f"batch x sequence={total} must be below {MOST_TOKENS}, and times num_proxies={num_proxies} x "
             f"top_k_blocks={slots} below {2**31}; give fewer rows of the batch at a time, such as 1"
         )
+    counts = -(-total // TILE) * num_proxies * size
+    if counts >= 2**31:
+        raise ValueError(
+            f"{total} tokens, num_proxies={num_proxies} and {size} blocks make {counts} counts, one for {TILE} "
+            f"tokens, a proxy and a block; it must be below {2**31}: give fewer rows of the batch at a time, or use "
+            "MSA_KERNELS=flex"
+        )
     if rows >= MOST_ROWS:
         raise ValueError(
             f"window={window} makes {rows} rows of windows, proxies and blocks; it must make fewer than {MOST_ROWS}: "

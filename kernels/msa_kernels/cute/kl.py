@@ -34,7 +34,7 @@ from jaxtyping import Int32 as Ids
 from torch import Tensor
 
 from msa_kernels.cute import hopper, streams
-from msa_kernels.cute.attend import SLOT_BITS, Problem, Window
+from msa_kernels.cute.attend import SLOT_BITS, Problem, Window, ask_if_near
 from msa_kernels.cute.compile import load
 from msa_kernels.cute.index import Index
 
@@ -347,11 +347,12 @@ class ProxyKL:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
-        # Each ring's full barriers and its empty ones; items: known, done, and the proxies' keys there.
+        # Each ring's full barriers and its empty ones; items: known, done, and the proxies' keys there; of the heads'
+        # keys: full, empty, and that the item is nearly gathered.
         q_bars = memory.allocate_array(Int64, 2 * self.query_stages)
         qp_bars = memory.allocate_array(Int64, 2 * self.proxy_stages)
         bars = memory.allocate_array(Int64, 3 * ITEM_STAGES)
-        k_bars = memory.allocate_array(Int64, 2)
+        k_bars = memory.allocate_array(Int64, 3)
         info = memory.allocate_array(Int32, streams.INFO * ITEM_STAGES)
         sums = memory.allocate_array(Float32, 2 * CONSUMERS // 32)
         lses = memory.allocate_array(Float32, self.proxy_stages * self.rows * self.span)
@@ -365,7 +366,7 @@ class ProxyKL:
             if warp == 8:
                 self.draw(loads, sources, index, (s_k, s_kp), bars, k_bars, info, numbers)
             elif warp == 9:
-                self.gather(loads, sources, index, (s_q, s_k), q_bars, bars, info)
+                self.gather(loads, sources, index, (s_q, s_k), q_bars, bars, k_bars + 2, info)
             elif warp == 10:
                 self.gather_proxy(loads[2], sources[2], index[0], s_qp, qp_bars, bars, info)
             else:
@@ -392,6 +393,7 @@ class ProxyKL:
             cute.arch.mbarrier_init(bars + 2 * ITEM_STAGES + i, 1)
         cute.arch.mbarrier_init(k_bars, 1)
         cute.arch.mbarrier_init(k_bars + 1, readers)
+        cute.arch.mbarrier_init(k_bars + 2, 1)
         cute.arch.mbarrier_init_fence()
 
     @cute.jit
@@ -413,6 +415,7 @@ class ProxyKL:
         while more > 0:
             stage, phase = hopper.place(n, ITEM_STAGES)
             cute.arch.mbarrier_wait(bars + ITEM_STAGES + stage, phase ^ 1)
+            cute.arch.mbarrier_wait(k_bars + 2, (n & 1) ^ 1)
             item = self.draw_any(index, numbers) if self.dense else streams.draw(index, numbers[:3], *units)
             more = item[streams.END] - item[streams.BEGIN]
             start = cute.arch.make_warp_uniform(item[streams.START])
@@ -489,6 +492,7 @@ class ProxyKL:
         tensors: tuple,
         q_bars: cute.Pointer,
         bars: cute.Pointer,
+        near: cute.Pointer,
         info: cute.Pointer,
     ):
         """One warp: the queries of each tile for each of the proxy's KV heads, with its keys if there are several."""
@@ -508,6 +512,7 @@ class ProxyKL:
                 for j in cutlass.range(tiles, unroll=1):
                     edge = following
                     following = self.edges_of(index[0], item, j + 1, lane, False)
+                    ask_if_near(near, j, tiles)
                     for s in cutlass.range(self.span, unroll=1):
                         turn = (base + j) * self.span + s
                         stage, phase = hopper.place(turn, self.query_stages)

@@ -78,9 +78,9 @@ def _(
 
 @register_flop_formula(torch.ops.msa_kernels.cute_select_blocks)
 def _select_flops(q_proxy: torch.Size, *_: object, **__: object) -> int:
-    """Two for each multiply-add of the causal half."""
+    """Two for each multiply-add of a query and the keys up to it."""
     batch, sequence, num_proxies, dim = q_proxy
-    return batch * num_proxies * sequence * sequence * dim
+    return batch * num_proxies * sequence * (sequence + 1) * dim
 
 
 @torch.library.custom_op("msa_kernels::cute_sparse_attention", mutates_args=())
@@ -244,9 +244,18 @@ def _(q: Tensor, k: Tensor, blocks: Tensor, cu_seqlens: Tensor | None, block_siz
 
 
 def _selected_pairs(blocks: torch.Size, block_size: int) -> int:
-    """Pairs of queries and keys of a head, where every query has its k blocks and sees half of its own."""
+    """Pairs of queries and keys of a head: every query has its own block up to itself, and k - 1 or all earlier ones.
+
+    Exact for rows that are one document and selections without free slots. Lengths of documents are not among the
+    shapes: packed ones count as if each row were one, which is too many.
+    """
     batch, _, sequence, slots = blocks
-    return batch * sequence * min(slots * block_size - block_size // 2, (sequence + 1) // 2)
+    whole, rest = sequence // block_size, sequence % block_size
+    most = min(slots - 1, whole)
+    # Over the whole blocks, the sum of min(k - 1, earlier blocks).
+    earlier = most * (2 * whole - most - 1) // 2 * block_size + rest * most
+    own = whole * block_size * (block_size + 1) // 2 + rest * (rest + 1) // 2
+    return batch * (earlier * block_size + own)
 
 
 @register_flop_formula(torch.ops.msa_kernels.cute_sparse_attention)
@@ -429,8 +438,8 @@ def _dense_kl_flops(
     with_grad: bool,
     **_: object,
 ) -> int:
-    """Two for each multiply-add of the causal half."""
-    return q[0] * q[1] * q[1] * _kl_products(q_proxy, q, with_grad)
+    """Two for each multiply-add of a query and the keys up to it."""
+    return q[0] * q[1] * (q[1] + 1) * _kl_products(q_proxy, q, with_grad)
 
 
 @register_flop_formula(torch.ops.msa_kernels.cute_proxy_kl)

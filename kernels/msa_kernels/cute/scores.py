@@ -1,8 +1,9 @@
 """Block scores: the largest scaled dot product of each query of a proxy with the visible keys of each block.
 
 A thread block holds 256 rows, queries x proxies that share a key head, and walks over their key blocks, which a
-loading warp brings in by TMA. Only the maximum of a block is kept (no exponentials). Rows of several documents may
-meet in one thread block: a row takes what lies between its document's first block and its own.
+loading warp brings in by TMA; where there are fewer tiles of rows than multiprocessors, several thread blocks share a
+tile's key blocks. Only the maximum of a block is kept (no exponentials). Rows of several documents may meet in one
+thread block: a row takes what lies between its document's first block and its own.
 """
 
 import math
@@ -53,7 +54,10 @@ def score(
         )
     scores = torch.empty(blocks, (end - begin) * proxies, dtype=torch.float32, device=q_proxy.device)
     kernel = Scores(str(q_proxy.dtype).removeprefix("torch."), dim, block_size, proxies, heads)
-    load(kernel)(q_proxy.flatten(0, 1), k_proxy.flatten(0, 1), first, starts, scores, begin, end)
+    tiles = -(-(end - begin) // kernel.queries) * heads
+    # Enough of them that the last query tiles, which see most blocks, do not outlast the rest.
+    parts = -(-15 * hopper.processors(q_proxy.device) // (8 * tiles))
+    load(kernel)(q_proxy.flatten(0, 1), k_proxy.flatten(0, 1), first, starts, scores, begin, end, parts)
     return scores
 
 
@@ -88,6 +92,7 @@ class Scores:
             hopper.fake(Float32, (cute.sym_int(), cute.sym_int64())),
             Int32(0),
             Int32(0),
+            Int32(0),
             hopper.fake_stream(),
         )
 
@@ -101,6 +106,7 @@ class Scores:
         scores: cute.Tensor,
         begin: Int32,
         end: Int32,
+        parts: Int32,
         stream: CUstream,
     ):
         dtype = hopper.DTYPES[self.dtype]
@@ -110,8 +116,8 @@ class Scores:
         tiles = cute.ceil_div(end - begin, self.queries)
         mma = hopper.product_of(dtype, self.block_size)
         layouts = layout_q, layout_k
-        self.kernel(q, load, keys, first, starts, scores, begin, end, mma, layouts).launch(
-            grid=(tiles * self.num_proxy_kv_heads, 1, 1),
+        self.kernel(q, load, keys, first, starts, scores, begin, end, parts, mma, layouts).launch(
+            grid=(tiles * self.num_proxy_kv_heads * parts, 1, 1),
             block=(3 * hopper.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -128,6 +134,7 @@ class Scores:
         scores: cute.Tensor,
         begin: Int32,
         end: Int32,
+        parts: Int32,
         mma: cute.TiledMma,
         layouts: tuple,
     ):
@@ -135,6 +142,7 @@ class Scores:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         place, _, _ = cute.arch.block_idx()
         places, _, _ = cute.arch.grid_dim()
+        part, place, places = place % parts, place // parts, places // parts
         head, tile = place % self.num_proxy_kv_heads, (places - 1 - place) // self.num_proxy_kv_heads
         # Late queries see most blocks: the longest work starts first.
         token = begin + tile * self.queries
@@ -152,6 +160,9 @@ class Scores:
         cute.arch.sync_threads()
         oldest = first[token]
         count = self.own(first, starts, last) - oldest + 1
+        # This thread block's part of the blocks that the tile sees; none if there are fewer blocks than parts.
+        share = cute.ceil_div(count, parts)
+        oldest, count = oldest + part * share, cutlass.min(share, count - part * share)
         if warp >= 8:
             cute.arch.setmaxregister_decrease(hopper.PRODUCER_REGISTERS)
             if warp == 8:

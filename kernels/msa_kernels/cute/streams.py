@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from msa_kernels.cute.attend import SLOT_BITS
+from msa_kernels.cute.attend import SLOT_BITS, ask_if_near
 
 BEGIN, END, UNIT, OWN, ITEM, START, LENGTH, ZERO = range(8)
 """Of an item: its edges, from `BEGIN` to before `END`, or its queries' tokens if it is an own one; no work is left if
@@ -132,13 +132,14 @@ def gather(
     base: Int32,
     full: cute.Pointer,
     empty: cute.Pointer,
+    near: cute.Pointer | None,
 ) -> Int32:
     """One warp: an item's queries, tile after tile, into a ring; gives the number of its tiles.
 
     `shape`: queries of a tile, `group` rows of each, units of a token (heads / group), and stages of the ring (a power
     of two); `target` is (queries x group, dim, stages) in the layout of `hopper.operand_layout`, `load` and `source`
     are those of `boxes` with that group, and `base` counts the tiles of earlier items. The warp arrives once a tile at
-    its barrier of `full`, from which the bytes are taken, too.
+    its barrier of `full`, from which the bytes are taken, too, and once an item at `near`, if there is such a barrier.
     """
     queries, group, units, stages = shape
     lane = cute.arch.lane_idx()
@@ -156,6 +157,8 @@ def gather(
         stage, phase = ring(base + j, stages)
         # Loaded while this tile is: what a load takes would otherwise be waited for with every tile.
         following = [edge_at(edges, item, item[BEGIN] + (j + 1) * queries + chunk + lane) for chunk in chunks]
+        if cutlass.const_expr(near is not None):
+            ask_if_near(near, j, tiles)
         cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, queries * group * panels * 64 * 2)

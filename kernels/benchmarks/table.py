@@ -1,6 +1,6 @@
 """Turn files of `bench_gpu.py` into the tables of a README, each stage beside the least time it could take.
 
-    cd kernels/benchmarks/results && python ../table.py h200.json h200_256k.json h200_warmup.json --into README.md
+    cd kernels/benchmarks/results && python ../table.py h200.json h200_warmup.json h200_forward.json --into README.md
 
 The least time ("floor") of a stage is the larger of its multiply-adds over what a matrix product reaches on that GPU
 and its bytes, each read and written once, over what a copy reaches (`--tflops`, `--tbytes`: an H200's, measured).
@@ -91,11 +91,11 @@ def spread(row: dict[str, Any], kind: str) -> str:
     return f"{median:.3f}" if least is None or most is None else f"{median:.3f} ({least:.3f} to {most:.3f})"
 
 
-def wholes(results: Iterable[dict[str, Any]], operation: str, dense: str) -> str:
+def wholes(result: dict[str, Any], operation: str, dense: str) -> str:
     """An operation against the dense ones of the same file: on a busy GPU, and from an idle one."""
     lines = []
     peers = [f"{dense}, FlashAttention-4", f"{dense}, cuDNN"]
-    for sequence, rows in (item for result in results for item in by_length(result).items()):
+    for sequence, rows in by_length(result).items():
         kinds = [name for name in rows if name.startswith(f"{operation},") and ": " not in name]
         if not kinds or any("failed" in rows[name] for name in kinds):
             continue
@@ -132,19 +132,26 @@ def stages(result: dict[str, Any], flops: float, rate: float) -> str:
 
 
 def tables(files: Iterable[Path], tflops: float, tbytes: float) -> str:
-    """All tables of files that were measured with the same sizes; of the warm-up those of the last file that has it."""
+    """All tables; each operation is that of the last file that has it, beside what else was measured there."""
     found = [json.loads(file.read_text()) for file in files]
-    warm_up = [one for one in found if any(row["operation"].startswith("warm-up step,") for row in one["rows"])][-1:]
-    head = "Warm-up step (dense attention, the KL over all tokens, all gradients) against a dense step:"
-    parts = [
-        "Forward (selection, index, attention):",
-        wholes(found, "forward", "dense"),
-        "Step (forward, value of the KL, all gradients) against a dense step:",
-        wholes(found, "step", "dense step"),
-        *([head, wholes(warm_up, "warm-up step", "dense step")] if warm_up else []),
-        "Stages of the forward in ms, in brackets how many times their floor:",
-        stages(found[0], tflops * 1e12, tbytes * 1e12),
-    ]
+    heads = {
+        "forward": "Forward (selection, index, attention):",
+        "step": "Step (forward, value of the KL, all gradients) against a dense step:",
+        "warm-up step": "Warm-up step (dense attention, the KL over all tokens, all gradients) against a dense step:",
+    }
+    last = {
+        operation: one
+        for one in found
+        for operation in heads
+        if any(row["operation"].startswith(f"{operation},") for row in one["rows"])
+    }
+    parts = []
+    for operation in (one for one in heads if one in last):
+        dense = "dense" if operation == "forward" else "dense step"
+        parts += [heads[operation], wholes(last[operation], operation, dense)]
+    if "forward" in last:
+        parts.append("Stages of the forward in ms, in brackets how many times their floor:")
+        parts.append(stages(last["forward"], tflops * 1e12, tbytes * 1e12))
     return "\n\n".join(parts)
 
 

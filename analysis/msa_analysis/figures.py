@@ -10,11 +10,8 @@ Distances and positions are in blocks, with tokens on a second axis or in the la
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import seaborn as sns
@@ -22,26 +19,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
 
-INK, FAINT, NULL = "#22262b", "#8a9099", "#6b7078"
-STYLE = {
-    "axes.edgecolor": FAINT,
-    "axes.grid": True,
-    "axes.labelcolor": INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": "medium",
-    "figure.dpi": 100,
-    "font.size": 10,
-    "grid.color": "#e6e8eb",
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "text.color": INK,
-    "xtick.color": FAINT,
-    "xtick.labelcolor": INK,
-    "ytick.color": FAINT,
-    "ytick.labelcolor": INK,
-}
+from msa_analysis.canvas import (
+    FAINT,
+    INK,
+    NULL,
+    Colours,
+    finish,
+    grid,
+    lines,
+    name_x,
+    on_paper,
+    palette,
+    panel_width,
+    say_undefined,
+    small,
+)
+from msa_analysis.canvas import STYLE as STYLE
+from msa_analysis.canvas import save as save
+
 DYNAMICS = {
     "recency": ("recency index", "0.5: uniform choice"),
     "block_recall": ("block recall", "chance"),
@@ -49,20 +44,11 @@ DYNAMICS = {
     "kappa": ("overlap of proxies, kappa", "0: chance"),
 }
 """Metric, axis label, meaning of its null."""
-Colours = dict[str, tuple[float, float, float]]
-
-
-def palette(arms: Iterable[str]) -> Colours:
-    """A colour for each arm, by its place in alphabetical order, so that all figures of a study agree."""
-    names = sorted(set(arms))
-    colours = sns.color_palette("colorblind" if len(names) <= 10 else "husl", max(len(names), 1))
-    return dict(zip(names, colours, strict=False))
-
-
-def save(figure: Figure, target: str | Path | io.BytesIO, *, kind: str = "png", dpi: int = 200) -> None:
-    """Write the figure as png or svg; the same figure gives the same bytes."""
-    with mpl.rc_context({"svg.hashsalt": "msa"}):
-        figure.savefig(target, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None)
+BY_DISTANCE = {
+    "recall_by_distance": "share of the teacher's blocks chosen",
+    "coverage_by_distance": "share of their attention covered",
+}
+"""Metric, and what a panel of it is called."""
 
 
 def distance_profiles(profile: pd.DataFrame, *, block_size: int, title: str = "") -> Figure:
@@ -86,9 +72,8 @@ def distance_profiles(profile: pd.DataFrame, *, block_size: int, title: str = ""
         axis.plot(np.arange(len(wanted)), wanted, ":", color=INK, label="teacher (mean of groups)")
         uniform = part.groupby("bin")["null"].mean()
         axis.plot(np.arange(len(uniform)), uniform, "--", color=NULL, label="null: uniform choice")
-        axis.set(title=f"layer {layer}", xticks=np.arange(len(labels)))
-        axis.set_xticklabels(labels, fontsize="small")
-        axis.set_xlabel(f"blocks back ({block_size} tokens each)", fontsize="small")
+        axis.set(title=f"layer {layer}")
+        _distances(axis, labels, f"blocks back ({block_size} tokens each)")
     if axes:
         axes[0].set(ylabel="share of learned slots", ylim=(0, None))
     return finish(figure, axes, title)
@@ -112,12 +97,64 @@ def training_dynamics(
             axis.fill_between(line["step"], line["low"], line["high"], color=colours[arm], alpha=0.15, lw=0)
         null = part.groupby("step")["null"].mean()
         axis.plot(null.index, null, "--", color=NULL, lw=1.2, label="null")
-        if not np.isfinite(part["value"].to_numpy(float)).any():
-            reason = part["reason"].iloc[0] if len(part) else "not recorded"
-            axis.text(0.5, 0.5, f"not defined\n{reason}", ha="center", va="center", transform=axis.transAxes)
+        _say_if_undefined(axis, part)
         _mark(axis, switches)
-        axis.set(title=f"{label} (dashed: {meaning})", xlabel="optimizer step", ylabel="")
+        title_ = lines(f"{label} (dashed: {meaning})", panel_width(axis), size=12)
+        axis.set(title=title_, xlabel="optimizer step", ylabel="")
     return finish(figure, axes, title)
+
+
+def choice_by_distance(frame: pd.DataFrame, *, block_size: int, title: str = "") -> Figure:
+    """What proxies find of what their heads want, by how far back it lies: recall and coverage, with their nulls.
+
+    Takes `specialization.recall_by_distance` and `coverage_by_distance` of one run, of layers (pool=("proxy",)) and of
+    the run (pool=RUN), one above the other; the last record is drawn. Thin lines are layers; the thick one is the run,
+    with its 95 % interval over documents. The null is uniform choice of as many blocks.
+    """
+    last = frame[frame["step"] == frame["step"].max()]
+    figure, axes = grid(len(BY_DISTANCE), columns=2, height=2.9, sharey=True)
+    for axis, (metric, label) in zip(axes, BY_DISTANCE.items(), strict=True):
+        part = last[last["metric"] == metric].sort_values("bin")
+        part = part[part.groupby("bin")["value"].transform("count") > 0] if part["value"].notna().any() else part
+        bins = part.drop_duplicates("bin").set_index("bin")["distance"]
+        layers = sorted(part["layer"].dropna().unique())
+        for layer, colour in zip(layers, sns.color_palette("crest", len(layers)), strict=True):
+            line = part[part["layer"] == layer].set_index("bin").reindex(bins.index)
+            axis.plot(np.arange(len(line)), line["value"], color=colour, lw=0.9, label=f"layer {layer:.0f}")
+        whole = part[part["layer"].isna()].set_index("bin").reindex(bins.index)
+        _with_interval(axis, np.arange(len(whole)), whole, INK, "all layers")
+        axis.plot(np.arange(len(whole)), whole["null"], "--", color=NULL, label="null: uniform choice")
+        _say_if_undefined(axis, part)
+        axis.set(title=label)
+        _distances(axis, list(bins), f"blocks back ({block_size} tokens each)")
+    axes[0].set(ylim=(0, None))
+    return finish(figure, axes, title)
+
+
+def position_or_content(dynamics: pd.DataFrame, *, title: str = "") -> Figure:
+    """Why proxies choose alike, a dot a layer: the part of kappa that is position against the part that is content.
+
+    Takes `specialization.dynamics` of one run; the last record is drawn, with 95 % intervals over documents. Dashed:
+    the nulls, 0 for both. Dotted: as much of one as of the other.
+    """
+    last = dynamics[(dynamics["step"] == dynamics["step"].max()) & dynamics["layer"].notna()]
+    parts = [last[last["metric"] == name].set_index("layer").sort_index() for name in ("positional", "content")]
+    figure, (axis,) = grid(1, height=4.0)
+    colours = sns.color_palette("crest", len(parts[0]))
+    for (layer, across), colour in zip(parts[0].iterrows(), colours, strict=True):
+        up = parts[1].loc[layer]
+        bars = [[[row["value"] - row["low"]], [row["high"] - row["value"]]] for row in (across, up)]
+        place = (across["value"], up["value"])
+        axis.errorbar(*place, xerr=bars[0], yerr=bars[1], fmt="o", ms=5, capsize=2, color=colour, elinewidth=1)
+        axis.annotate(f"{layer:.0f}", place, (4, 4), textcoords="offset points", fontsize=small())
+    _say_if_undefined(axis, parts[0])
+    for draw in (axis.axvline, axis.axhline):
+        draw(0, ls="--", color=NULL, lw=1.2, label="null: chance" if draw == axis.axhline else "_")
+    axis.axline((0, 0), slope=1, ls=":", color=FAINT, lw=1, label="equal parts")
+    axis.margins(0.15)
+    axis.xaxis.set_major_locator(MaxNLocator(5))
+    axis.set(xlabel="alike by position (part of kappa)", ylabel="alike by content (part of kappa)")
+    return finish(figure, [axis], title)
 
 
 def kl_curves(metrics: pd.DataFrame, *, switches: Sequence[int] = (), title: str = "") -> Figure:
@@ -194,7 +231,7 @@ def quality_against_cost(
             )
         axis.set_xlabel(name)
         axis.margins(x=0.2, y=0.2)
-        axis.xaxis.set_major_locator(MaxNLocator(4))
+        axis.xaxis.set_major_locator(MaxNLocator(2 if on_paper() else 4))  # 27.5348 M is long
         axis.xaxis.set_major_formatter(EngFormatter(sep=" "))
     bigram = arms["bigram"].mean()
     shown = f"\nbigram table: {bigram:.3f}" if metric == "bits_per_byte" and np.isfinite(bigram) else ""
@@ -214,23 +251,22 @@ def paired_differences(comparison: pd.DataFrame, *, colours: Colours | None = No
     axis.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - 0.5, -0.5))
     axis.axvline(0, ls="--", color=NULL, lw=1.2, label=f"null: as {reference}")
     unit = "bits per byte" if metric == "bits_per_byte" else "nats per token"
-    axis.set_xlabel(f"{unit} minus {reference} (negative is better)")
+    name_x(axis, f"{unit} minus {reference} (negative is better)")
     axis.xaxis.set_major_locator(MaxNLocator(5))
     return finish(figure, [axis], title)
 
 
-def grid(count: int, *, columns: int = 4, height: float = 2.6, sharey: bool = False) -> tuple[Figure, list[Axes]]:
-    """A figure with so many panels; its rows are so many inches high."""
-    columns = max(1, min(columns, count))
-    rows = -(-max(count, 1) // columns)
-    with mpl.rc_context(STYLE):
-        size = (max(10.0 if columns > 1 else 6.0, 2.6 * columns), height * rows + 0.7)
-        figure = Figure(figsize=size, layout="constrained")
-        grid = figure.subplots(rows, columns, sharey=sharey, squeeze=False)
-    axes = list(grid.flat)
-    for spare in axes[count:]:
-        spare.remove()
-    return figure, axes[:count]
+def _distances(axis: Axes, labels: Sequence[str], name: str) -> None:
+    """Bins of distance along the x axis."""
+    axis.set_xticks(np.arange(len(labels)))
+    tilted = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if on_paper() else {}
+    axis.set_xticklabels(labels, fontsize=small(), **tilted)
+    axis.set_xlabel(name, fontsize=small())
+
+
+def _say_if_undefined(axis: Axes, part: pd.DataFrame) -> None:
+    if not np.isfinite(part["value"].to_numpy(float)).any():
+        say_undefined(axis, part["reason"].iloc[0] if len(part) else "not recorded")
 
 
 def _with_interval(axis: Axes, x: np.ndarray, line: pd.DataFrame, colour: object, label: str) -> None:
@@ -250,18 +286,3 @@ def _mark(axis: Axes, switches: Sequence[int]) -> None:
     """The step at which attention becomes sparse."""
     for step in sorted(set(switches)):
         axis.axvline(step, color=FAINT, lw=1, ls=":", label="switch to sparse" if step == min(switches) else "_")
-
-
-def finish(figure: Figure, axes: list[Axes], title: str) -> Figure:
-    """One legend for all panels, below them, and a title."""
-    entries: dict[str, object] = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
-    if entries:
-        figure.legend(
-            list(entries.values()), list(entries), loc="outside lower center", ncols=min(5, len(entries)), frameon=False
-        )
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize="large")
-    return figure

@@ -231,6 +231,6 @@ def _limits(evidence: Evidence, arms: list[dict[str, Any]]) -> list[str]:
     lines += [f"Selections of these runs cannot be compared: {text}." for text in cautions(logs)]
     lines.append(
         "Nothing here tests what specialization is worth: that takes interventions, one shared selection in place of "
-        "each proxy's own, which were not run."
+        "each proxy's own. A report neither runs nor reads them: `msa-lab intervene` does, for one run."
     )
     return lines

@@ -16,7 +16,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from msa_analysis.figures import FAINT, INK, NULL, Colours, finish, grid, palette
+from msa_analysis.canvas import FAINT, INK, NULL, Colours, finish, grid, name_x, palette
 
 UNITS = {"bits_per_byte": "bits per byte", "validation_loss": "nats per token"}
 LINEAR = 1e-3
@@ -35,7 +35,7 @@ def differences(found: pd.DataFrame, seeds: pd.DataFrame, *, margin: float, metr
     axis.axvline(0, ls="--", color=NULL, lw=1.2, label="no difference")
     axis.axvline(margin, ls=":", color=INK, lw=1.2, label=f"margin of {margin:g}")
     axis.scatter([], [], s=12, color=FAINT, label="a seed")
-    axis.set_xlabel(f"{UNITS[metric]} (left is better for the first)")
+    name_x(axis, f"{UNITS[metric]} (left is better for the first)")
     return finish(figure, [axis], "")
 
 
@@ -50,14 +50,15 @@ def costs(found: pd.DataFrame, *, colours: Colours) -> Figure:
             _bar(axis, row.value, rules.index(row.rule) + place, row, colours[arm], across=True, label=label)
     axis.axvline(0, ls="--", color=NULL, lw=1.2)
     axis.set(yticks=range(len(rules)), yticklabels=[rule.replace("_", " ") for rule in rules])
-    axis.set(ylim=(len(rules) - 0.5, -0.5), xlabel="change of loss, nats per token (0: own selections)")
+    axis.set(ylim=(len(rules) - 0.5, -0.5))
+    name_x(axis, "change of loss, nats per token (0: own selections)")
     axis.set_xscale("symlog", linthresh=LINEAR)
     return finish(figure, [axis], "")
 
 
 def layers(found: pd.DataFrame, *, colours: Colours) -> Figure:
     """Change of loss when one layer is replaced, a panel a rule. Takes `costs(results, ("layer",))`."""
-    rules = list(dict.fromkeys(found["rule"]))
+    rules, numbers = list(dict.fromkeys(found["rule"])), sorted(found["layer"].unique())
     figure, axes = grid(len(rules), columns=len(rules), height=3.0, sharey=True)
     for axis, rule in zip(axes, rules, strict=True):
         part = found[(found["rule"] == rule) & found["value"].notna()]
@@ -66,7 +67,9 @@ def layers(found: pd.DataFrame, *, colours: Colours) -> Figure:
             for number, row in enumerate(part[part["arm"] == arm].itertuples()):
                 _bar(axis, row.layer + place, row.value, row, colours[arm], label="_" if number else arm)
         axis.axhline(0, ls="--", color=NULL, lw=1.2)
-        axis.set(title=rule.replace("_", " "), xlabel="the one layer replaced", xticks=sorted(found["layer"].unique()))
+        axis.set(
+            title=rule.replace("_", " "), xlabel="the one layer replaced", xticks=numbers[:: 1 + len(numbers) // 13]
+        )
         axis.set_yscale("symlog", linthresh=LINEAR)
     axes[0].set_ylabel("change of loss, nats per token")
     return finish(figure, axes, "")
@@ -117,14 +120,13 @@ def power(found: pd.DataFrame, counts: tuple[int, ...], *, metric: str) -> Figur
 
 
 def _single(height: float) -> tuple[Figure, Axes]:
-    figure, (axis,) = grid(1, height=height)
-    figure.set_figwidth(9.0)  # of five long names in the legend
+    figure, (axis,) = grid(1, width=9.0, height=height)  # room for five long names in the legend
     return figure, axis
 
 
 def _beside(count: int) -> Iterator[float]:
     """Places around a tick for so many arms."""
-    return iter(np.linspace(-0.3, 0.3, count) if count > 1 else [0.0])
+    return iter(np.linspace(-0.3, 0.3, count) if count > 1 else [0.0] * count)
 
 
 def _bar(

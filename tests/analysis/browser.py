@@ -130,3 +130,34 @@ class Browser:
         self.process.wait(20)
         os.close(self._out)
         os.close(self._in)
+
+
+def shown_rates(browser: Browser) -> dict[str, float]:
+    rates = "[...document.querySelectorAll('#readout b')].map((b) => [b.dataset.side, +b.dataset.rate])"
+    return dict(browser.evaluate(rates))
+
+
+def shown_slots(browser: Browser, side: str, kind: str) -> dict[int, tuple[float, float]]:
+    """Block to (score, mass) of the table's rows of class `kind`."""
+    rows = browser.evaluate(f"[...document.querySelectorAll('#table-{side} tr.{kind}')].map((r) => ({{...r.dataset}}))")
+    return {int(row["block"]): (float(row["score"]), float(row["mass"])) for row in rows}
+
+
+def highlighted(browser: Browser, name: str) -> set[int]:
+    code = f"[...document.querySelectorAll('#text .block.{name}')].map((b) => +b.dataset.block)"
+    return set(browser.evaluate(code))
+
+
+def set_slider(browser: Browser, name: str, value: int) -> None:
+    change_value(browser, name, value, "input")
+
+
+def change_value(browser: Browser, name: str, value: int, event: str) -> None:
+    code = f"e.value = {value}; e.dispatchEvent(new Event('{event}'));"
+    browser.evaluate(f"((e) => {{ {code} }})(document.getElementById('{name}'))")
+    browser.settle()
+
+
+def focus(browser: Browser) -> str:
+    """The words of what has the focus."""
+    return browser.evaluate("document.activeElement.textContent")

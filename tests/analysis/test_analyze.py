@@ -135,6 +135,10 @@ def test_an_empty_document_counts_in_no_number_and_is_named(done: tuple[list[Mea
     [
         ({"block_size": 8}, "block sizes differ, so a distance in blocks is another one in tokens: planted/msa-"),
         ({"top_k_blocks": 3}, "block budgets differ, and with them every chance value: planted/msa-"),
+        ({"num_local_blocks": 2}, "forced local blocks differ: planted/msa-"),
+        ({"num_sink_blocks": 1}, "forced sink blocks differ: planted/msa-"),
+        ({"query_stride": 4}, "recorded queries differ: planted/msa-"),
+        ({"context_length": 1024}, "context lengths differ, and with them every chance value: planted/msa-"),
         ({"tokens": 7}, "probe documents differ: planted/msa-"),
     ],
 )

@@ -10,6 +10,7 @@ import time
 import warnings
 from pathlib import Path
 
+import masses
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
@@ -17,6 +18,7 @@ import planted
 import pytest
 import xarray as xr
 from matplotlib.colors import to_rgba
+from matplotlib.container import ErrorbarContainer
 from msa_analysis import figures, heatmaps, specialization
 from msa_analysis.tally import tally
 
@@ -60,6 +62,29 @@ def test_all_panels_share_one_scale_from_zero() -> None:
     limits = {image.norm.vmin for image in images(figure)} | {image.norm.vmax for image in images(figure)}
     assert len(images(figure)) == 6
     assert limits == {0.0, 0.9}
+
+
+def test_maps_share_a_scale_that_is_given() -> None:
+    low, high = (rate_of(np.full((1, 1, 8, 8), value)) for value in (0.2, 0.8))
+    top = heatmaps.highest(low, high)
+    figures_ = [heatmaps.selection_heatmap(rate, block_size=16, vmax=top) for rate in (low, high)]
+    assert [image.norm.vmax for figure in figures_ for image in images(figure)] == [0.8, 0.8]
+    tall = np.zeros((1, 1, 1024, 8))
+    tall[0, 0, 3] = 0.5  # half of a pooled cell
+    assert heatmaps.highest(rate_of(tall), low) == 0.25
+
+
+def test_both_axes_are_in_blocks_and_in_tokens() -> None:
+    figure = heatmaps.selection_heatmap(rate_of(np.zeros((2, 2, 8, 6))), block_size=16)
+    figures.save(figure, io.BytesIO(), dpi=50)
+    first, last = figure.axes[0], figure.axes[3]
+    assert (first.get_xlim(), first.get_ylim()) == ((-0.5, 5.5), (7.5, -0.5))
+    (key,) = first.child_axes
+    assert key.get_xlim() == pytest.approx((-8, 88))
+    assert key.get_xlabel() == "key position, tokens"
+    (query,) = last.child_axes
+    assert query.get_ylim() == pytest.approx((120, -8))
+    assert query.get_ylabel() == "query position, tokens"
 
 
 def test_a_long_map_keeps_its_mass_and_its_hot_row() -> None:
@@ -112,6 +137,59 @@ def test_profiles_draw_the_null_and_the_teacher_with_units() -> None:
     assert null.get_ydata() == pytest.approx(frame[frame["null"] > 0].groupby("bin")["null"].mean().to_numpy())
 
 
+def bars(container: ErrorbarContainer) -> np.ndarray:
+    """(bar, 2): where its vertical bars begin and end."""
+    segments = container.lines[2][-1].get_segments()
+    return np.array([segment[:, 1] if len(segment) else (np.nan, np.nan) for segment in segments])
+
+
+def test_profiles_draw_the_interval_of_each_proxy() -> None:
+    log = planted.log([planted.leaning(2.0), planted.uniform], layers=2, steps=(0,))
+    frame = specialization.distance_profile(log)
+    figure = figures.distance_profiles(frame, block_size=16)
+    own = frame[(frame["metric"] == "distance_profile") & (frame["null"] > 0)]
+    for layer, axis in enumerate(figure.axes):
+        for proxy, container in enumerate(axis.containers):
+            part = own[(own["layer"] == layer) & (own["proxy"] == proxy)].sort_values("bin")
+            assert bars(container) == pytest.approx(part[["low", "high"]].to_numpy(float), nan_ok=True)
+            assert (part["high"] - part["low"]).max() > 0.01
+
+
+def test_what_is_found_by_distance_stands_beside_its_null() -> None:
+    plain = planted.log([planted.leaning(3.0), planted.uniform], layers=2, steps=(0,))
+    log, _ = masses.with_masses(plain, lambda distance: 1.0 / (1 + distance))
+    parts = (specialization.recall_by_distance, specialization.coverage_by_distance)
+    frame = pd.concat([part(log, pool=pool) for part in parts for pool in (("proxy",), specialization.RUN)])
+    figure = figures.choice_by_distance(frame, block_size=16)
+    for axis, metric in zip(figure.axes, figures.BY_DISTANCE, strict=True):
+        rows = frame[(frame["metric"] == metric) & (frame["step"] == frame["step"].max())].sort_values("bin")
+        whole = rows[rows["layer"].isna() & rows["value"].notna()]
+        (container,) = axis.containers
+        assert container.lines[0].get_ydata().astype(float) == pytest.approx(whole["value"].to_numpy(float))
+        assert bars(container) == pytest.approx(whole[["low", "high"]].to_numpy(float), nan_ok=True)
+        drawn = {line.get_label(): line.get_ydata().astype(float) for line in axis.get_lines()}
+        assert drawn["null: uniform choice"] == pytest.approx(whole["null"].to_numpy(float))
+        layer = rows[(rows["layer"] == 0) & rows["value"].notna()]
+        assert drawn["layer 0"] == pytest.approx(layer["value"].to_numpy(float))
+
+
+def test_a_layers_dot_is_its_positional_part_against_its_content() -> None:
+    log = planted.log([planted.newest, planted.newest, planted.uniform], layers=2, steps=(0, 10))
+    frame = specialization.dynamics(tally(log))
+    figure = figures.position_or_content(frame)
+    (axis,) = figure.axes
+    last = frame[(frame["step"] == 10) & frame["layer"].notna()].set_index(["metric", "layer"])
+    for layer, container in enumerate(axis.containers):
+        (line,), across, up = container.lines[0:1], *container.lines[2]
+        parts = [last.loc[(name, layer)] for name in ("positional", "content")]
+        assert [line.get_xdata()[0], line.get_ydata()[0]] == pytest.approx([part["value"] for part in parts])
+        ends = [across.get_segments()[0][:, 0], up.get_segments()[0][:, 1]]
+        assert np.array(ends) == pytest.approx(np.array([[part["low"], part["high"]] for part in parts]))
+    assert [text.get_text() for text in axis.texts] == ["0", "1"]
+    assert "position" in axis.get_xlabel()
+    assert "content" in axis.get_ylabel()
+
+
 def test_dynamics_mark_the_switch_and_say_what_is_not_defined() -> None:
     frame = specialization.dynamics(tally(planted.log([planted.uniform], steps=(0, 10, 20))))
     figure = figures.training_dynamics(frame.assign(arm="p1", seed=0, run="r"), switches=[10])
@@ -120,6 +198,13 @@ def test_dynamics_mark_the_switch_and_say_what_is_not_defined() -> None:
     for axis in figure.axes:
         assert any(list(line.get_xdata()) == [10, 10] for line in axis.get_lines())
         assert axis.get_xlabel() == "optimizer step"
+    recency = frame[(frame["metric"] == "recency") & frame["layer"].isna()]
+    (band,) = figure.axes[0].collections
+    corners = band.get_paths()[0].vertices
+    for row in recency.itertuples():
+        ends = corners[corners[:, 0] == row.step, 1]
+        assert (ends.min(), ends.max()) == pytest.approx((row.low, row.high))
+        assert row.high - row.low > 0.001
 
 
 def test_an_arm_has_one_colour_whatever_stands_beside_it() -> None:
@@ -160,13 +245,3 @@ def test_two_hundred_figures_take_no_more_memory_than_ten() -> None:
         figures.save(figure, io.BytesIO(), dpi=50)
     assert plt.get_fignums() == before
     assert sizes[1] - sizes[0] < 50_000_000
-
-
-def test_the_same_figure_gives_the_same_bytes() -> None:
-    frame = specialization.distance_profile(planted.log([planted.newest], steps=(0,)))
-    files = []
-    for _ in range(2):
-        buffer = io.BytesIO()
-        figures.save(figures.distance_profiles(frame, block_size=16), buffer, kind="svg")
-        files.append(buffer.getvalue())
-    assert files[0] == files[1]

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import interventions as planted
 import pytest
-from msa_analysis.intervene import cost_table, intervene
+from msa_analysis.intervene import _paths, _rules, cost_table, intervene
 from tiny import write_corpus
 
+from msa_lab.config import ModelConfig, RunConfig
 from msa_lab.data import open_data
 from msa_lab.evaluate import load_model, score
 
@@ -138,3 +139,11 @@ def test_a_model_that_draws_its_own_blocks_is_compared_with_that_draw(tmp_path: 
     assert whole.loc["own", "baseline"] == pytest.approx(nats / tokens, rel=1e-6)
     assert whole.loc["own", "value"] == 0
     assert whole.loc["random", "value"] != 0
+
+
+def test_a_rule_that_acts_behind_the_choice_acts_in_every_layer_that_shares_it() -> None:
+    model = ModelConfig(num_layers=4, attention=("msa", "shared", "msa", "shared"))
+    teacher, recency = _rules(["teacher", "recency"], RunConfig(model=model))
+    layers = {rule.name: _paths(rule, [0], RunConfig(model=model)) for rule in (teacher, recency)}
+    assert layers["teacher"] == ("layers.0.attention.select", "layers.1.attention.select")
+    assert layers["recency"] == ("layers.0.attention.select",)

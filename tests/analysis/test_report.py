@@ -12,9 +12,9 @@ import folders
 import pandas as pd
 import planted
 import pytest
-from msa_analysis import quality, specialization
-from msa_analysis.evidence import Evidence, collect
-from msa_analysis.gallery import write_figures
+from msa_analysis import heatmaps, quality, specialization
+from msa_analysis.evidence import Evidence, collect, over_seeds
+from msa_analysis.gallery import pictures, write_figures
 from msa_analysis.report import selection_table, summary_table, write_report
 from msa_analysis.verdict import judge
 from msa_analysis.wording import duration, interval, number, quantity
@@ -86,7 +86,7 @@ def test_the_page_is_whole_and_loads_nothing(page: Page, study: Path) -> None:
     assert "script" not in page.tags
     assert not re.search(r"(?:src|href)=[\"']?\s*(?:https?:)?//|url\(|@import", (study / "report.html").read_text())
     assert all(page.alts)
-    assert len(page.alts) == 7  # heatmap, profile, dynamics, kl, loss, quality, differences
+    assert len(page.alts) == 9  # heatmap, profile, found, alike, dynamics, kl, loss, quality, differences
     drawn = [base64.b64decode(a.split(",", 1)[1]) for a in page.addresses if a.startswith("data:")]
     assert {image[:5] for image in drawn} == {b"\x89PNG\r", b"<?xml"}
 
@@ -101,6 +101,7 @@ def test_the_page_carries_verdict_nulls_and_limits(page: Page) -> None:
         "Null: 0.5 exactly",
         "Arms not run: random blocks, one proxy shared by all heads.",
         "One seed: intervals speak of these very models",
+        "A report neither runs nor reads them: `msa-lab intervene` does",
         "quality.table(runs)",
         "model.attention",
         "no GPU here",
@@ -125,6 +126,19 @@ def test_numbers_of_the_page_are_those_of_the_documented_calls(page: Page, study
     for metric in ("recency", "excess_recency", "block_recall", "mutual_information", "kappa", "content"):
         assert number(whole.loc[metric, "value"]) in text
         assert interval(whole.loc[metric, "low"], whole.loc[metric, "high"]) in text
+
+
+def test_the_null_over_seeds_is_the_mean_of_theirs() -> None:
+    row = {"arm": "msa", "metric": "block_recall", "layer": pd.NA, "low": 0.5, "high": 0.7, "documents": 8}
+    row |= {"p_value": 0.01, "reason": ""}
+    seeds = [
+        row | {"seed": i, "value": value, "null": null} for i, (value, null) in enumerate([(0.5, 0.2), (0.7, 0.4)])
+    ]
+    (found,) = over_seeds(pd.DataFrame(seeds)).to_dict("records")
+    assert (found["value"], found["null"], found["n"], found["over"]) == pytest.approx((0.6, 0.3, 2, "seeds"))
+    assert pd.isna(found["p_value"])
+    (single,) = over_seeds(pd.DataFrame(seeds[:1])).to_dict("records")
+    assert (single["null"], single["n"], single["over"]) == (0.2, 8, "documents")
 
 
 def test_runs_that_did_not_finish_are_named_on_the_page(tmp_path: Path) -> None:
@@ -223,15 +237,50 @@ def test_figures_and_their_numbers_lie_in_a_folder(study: Path, tmp_path: Path) 
     stale.touch()
     written = write_figures(study / "runs", tmp_path / "figures")
     assert not stale.exists()
-    pictures = {path.stem for path in written if path.suffix == ".png"}
+    drawn, vectors = ({path.stem for path in written if path.suffix == kind} for kind in (".png", ".svg"))
     tables = {path.stem for path in written if path.suffix == ".csv"}
-    assert len(pictures) == 7
-    assert pictures <= tables
+    assert len(drawn) == 9
+    assert drawn == vectors
+    assert drawn <= tables
     assert all(path.stat().st_size > 0 for path in written)
     cells = pd.read_csv(tmp_path / "figures" / "selection-rate-msa-seed-0.csv")
     assert set(cells.columns) >= {"layer", "proxy", "query_block", "key_block", "selection_rate"}
     assert len(cells) == 2 * 2 * 32 * 33 // 2  # the future is no row
     assert cells.groupby(["layer", "proxy", "query_block"])["selection_rate"].sum().max() == pytest.approx(4.0)
+
+
+@pytest.mark.slow
+def test_figures_for_a_paper(evidence: Evidence, tmp_path: Path) -> None:
+    write_figures(evidence, tmp_path)
+    written = write_figures(evidence, tmp_path, size="column", kinds=["pdf"])
+    assert {path.suffix for path in written} == {".pdf", ".csv"}
+    assert sorted(written) == sorted(tmp_path.iterdir())
+    for path in written:
+        if path.suffix == ".pdf":
+            (box,) = re.findall(rb"/MediaBox \[ ?0 0 ([\d.]+) ", path.read_bytes())
+            assert float(box) == pytest.approx(72 * 3.4)
+
+
+def test_figures_of_no_such_kind_or_size_remove_nothing(evidence: Evidence, tmp_path: Path) -> None:
+    (tmp_path / "kept.png").touch()
+    with pytest.raises(ValueError, match=r"kinds: 'gif' must be one of png, svg, pdf"):
+        write_figures(evidence, tmp_path, kinds=["png", "gif"])
+    with pytest.raises(ValueError, match=r"size='poster': must be one of"):
+        write_figures(evidence, tmp_path, size="poster")
+    assert (tmp_path / "kept.png").exists()
+
+
+def test_maps_of_all_arms_have_one_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arm in ("near", "wide"):
+        folders.small_run(tmp_path, folders.small_log(), arm=arm)
+    evidence = collect(tmp_path)
+    rate = heatmaps.selection_rate
+    tops = iter([0.2, 0.6, 0.2, 0.6])
+    monkeypatch.setattr(heatmaps, "selection_rate", lambda data: rate(data) * next(tops))
+    drawn = [picture.figure for picture in pictures(evidence, judge(evidence)) if picture.name.startswith("selection")]
+    limits = [image.norm.vmax for figure in drawn for axis in figure.axes for image in axis.get_images()]
+    assert limits == pytest.approx([0.6] * len(limits))
+    assert len(limits) == 4
 
 
 def test_nothing_to_report_is_one_line(tmp_path: Path) -> None:

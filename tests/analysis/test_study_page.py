@@ -12,14 +12,13 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import run_seed
-from msa_analysis.intervene import _paths, _rules
 from msa_analysis.reduction import Plan
 from msa_analysis.study_page import is_study, page, read_tables
 from msa_analysis.study_results import load, not_run
 from tiny import write_corpus
 
 from msa_lab.cli import main
-from msa_lab.config import ModelConfig, RunConfig
+from msa_lab.config import RunConfig
 from msa_lab.study import read_study
 from msa_lab.sweep_jobs import failures, plan
 from msa_lab.train import train
@@ -138,14 +137,6 @@ def test_what_layers_share_is_replaced_where_it_is_chosen(study: Path) -> None:
         values = whole[whole["rule"] == rule]["value"]
         assert len(values) == 2
         assert values.nunique() == 1
-
-
-def test_a_rule_that_acts_behind_the_choice_acts_in_every_layer_that_shares_it() -> None:
-    model = ModelConfig(num_layers=4, attention=("msa", "shared", "msa", "shared"))
-    teacher, recency = _rules(["teacher", "recency"], RunConfig(model=model))
-    layers = {rule.name: _paths(rule, [0], RunConfig(model=model)) for rule in (teacher, recency)}
-    assert layers["teacher"] == ("layers.0.attention.select", "layers.1.attention.select")
-    assert layers["recency"] == ("layers.0.attention.select",)
 
 
 def test_the_page_is_made_of_the_tables_alone(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

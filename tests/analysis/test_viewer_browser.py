@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import planted
 import pytest
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM, Browser, change_value, focus, highlighted, set_slider, shown_rates, shown_slots
 from msa_analysis.viewer import write_viewer
 from test_viewer import EVIL, recorded, small
 
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if CHROMIUM is None:
-        pytest.skip("no Chromium here; install Debian's `chromium`")
+        give_up = pytest.fail if os.environ.get("MSA_TEST_BROWSER") == "required" else pytest.skip
+        give_up("no Chromium here; install Debian's `chromium`")
     found = Browser(tmp_path_factory.mktemp("profile"))
     yield found
     found.close()
@@ -55,17 +57,6 @@ def rate(run: Run, step: int, layer: int, proxy: int, row: int, column: int) -> 
     return float(rates.mean(0)[row, column])
 
 
-def shown_rates(browser: Browser) -> dict[str, float]:
-    rates = "[...document.querySelectorAll('#readout b')].map((b) => [b.dataset.side, +b.dataset.rate])"
-    return dict(browser.evaluate(rates))
-
-
-def shown_slots(browser: Browser, side: str, kind: str) -> dict[int, tuple[float, float]]:
-    """Block to (score, mass) of the table's rows of class `kind`."""
-    rows = browser.evaluate(f"[...document.querySelectorAll('#table-{side} tr.{kind}')].map((r) => ({{...r.dataset}}))")
-    return {int(row["block"]): (float(row["score"]), float(row["mass"])) for row in rows}
-
-
 def held_slots(
     run: Run, step: int, document: int, layer: int, proxy: int, query: int
 ) -> dict[int, tuple[float, float]]:
@@ -73,21 +64,6 @@ def held_slots(
     data = open_selections(run).isel(at)
     rows = zip(data["selected"].values, data["score"].values, data["mass"].values, strict=True)
     return {int(block): (float(score), float(mass)) for block, score, mass in rows if block >= 0}
-
-
-def highlighted(browser: Browser, name: str) -> set[int]:
-    code = f"[...document.querySelectorAll('#text .block.{name}')].map((b) => +b.dataset.block)"
-    return set(browser.evaluate(code))
-
-
-def set_slider(browser: Browser, name: str, value: int) -> None:
-    change_value(browser, name, value, "input")
-
-
-def change_value(browser: Browser, name: str, value: int, event: str) -> None:
-    code = f"e.value = {value}; e.dispatchEvent(new Event('{event}'));"
-    browser.evaluate(f"((e) => {{ {code} }})(document.getElementById('{name}'))")
-    browser.settle()
 
 
 def test_it_opens_without_a_complaint_and_asks_for_nothing(browser: Browser, page: Path) -> None:
@@ -173,6 +149,65 @@ def test_everything_works_from_the_keyboard(browser: Browser, page: Path, runs: 
     assert shown_rates(browser)["a"] == pytest.approx(rate(runs[0], 0, 1, 1, 7, 2), abs=1e-4)
     help_text = browser.evaluate("document.getElementById('help').textContent")
     assert all(key in help_text for key in ("Tab", "Enter", "Home", "Esc", "["))
+
+
+def test_keys_that_work_anywhere(browser: Browser, page: Path, runs: list[Run]) -> None:
+    browser.open(page, "#a=0.0.0&query=100&step=1")
+    for key, query in ((".", 101), (".", 102), (",", 101)):
+        browser.press(key, text=key)
+        assert shown_slots(browser, "a", "a") == held_slots(runs[0], 1, 0, 0, 0, query)
+    for key, step in (("]", 2), ("[", 1), ("[", 0)):
+        browser.press(key, text=key)
+        assert shown_slots(browser, "a", "a") == held_slots(runs[0], step, 0, 0, 0, 101)
+    browser.press("c", text="c")
+    assert shown_slots(browser, "b", "b") == held_slots(runs[0], 0, 0, 0, 1, 101)
+    browser.press("Escape")
+    assert browser.evaluate("document.getElementById('table-b')") is None
+
+
+@pytest.mark.parametrize(("key", "modifiers", "text"), [("Enter", SHIFT, "\r"), ("b", 0, "b")])
+def test_a_thumbnail_is_set_beside_from_the_keyboard(
+    browser: Browser, page: Path, runs: list[Run], key: str, modifiers: int, text: str
+) -> None:
+    browser.open(page, "#a=0.0.0&query=140")
+    browser.evaluate("document.querySelector('.thumbnail.is-a').focus()")
+    browser.press("ArrowRight")
+    browser.press("ArrowDown")
+    browser.press(key, text=text, modifiers=modifiers)
+    assert shown_slots(browser, "a", "a") == held_slots(runs[0], 2, 0, 0, 0, 140)
+    assert shown_slots(browser, "b", "b") == held_slots(runs[0], 2, 0, 1, 1, 140)
+
+
+def test_play_goes_through_the_records_until_it_is_stopped(browser: Browser, page: Path) -> None:
+    browser.open(page, "#a=0.0.0&step=0")
+    browser.click("#play")
+    assert browser.evaluate("document.getElementById('play').getAttribute('aria-pressed')") == "true"
+    for step in (1, 2, 0):  # on with the first after the last
+        browser.until(f"document.getElementById('step').value == {step}")
+    browser.click("#play")
+    held = browser.evaluate("document.getElementById('step').value")
+    browser.evaluate("new Promise((done) => setTimeout(done, 1500))")
+    assert browser.evaluate("document.getElementById('step').value") == held
+    assert browser.evaluate("document.getElementById('play').getAttribute('aria-pressed')") == "false"
+
+
+def test_buttons_keep_the_focus_while_something_changes(browser: Browser, page: Path) -> None:
+    browser.open(page, "#a=0.0.0&query=100")
+    browser.evaluate("document.querySelector('#buttons button:last-child').focus()")
+    for key in (".", "[", "]"):
+        browser.press(key, text=key)
+        assert focus(browser) == "Compare two runs"
+    browser.evaluate("document.querySelector('#buttons button').focus()")
+    browser.press("Enter", text="\r")
+    assert browser.evaluate("document.querySelectorAll('.view').length") == 2
+    assert focus(browser) == "Exchange A and B"
+    browser.press("Enter", text="\r")
+    assert "a=0.0.1&b=0.0.0" in browser.evaluate("location.hash")
+    browser.press("Tab")
+    assert focus(browser) == "Leave the comparison"
+    browser.press("Enter", text="\r")
+    assert browser.evaluate("document.querySelectorAll('.view').length") == 1
+    assert focus(browser) == "Compare two proxies"
 
 
 def test_two_proxies_side_by_side(browser: Browser, page: Path, runs: list[Run]) -> None:

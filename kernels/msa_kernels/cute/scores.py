@@ -152,11 +152,7 @@ class Scores:
         bars = memory.allocate_array(Int64, 2 * STAGES)
         s_q, s_k = (hopper.allocate(memory, self.dtype, layout) for layout in layouts)
         if warp == 0:
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(STAGES):
-                    cute.arch.mbarrier_init(bars + i, 1)
-                    cute.arch.mbarrier_init(bars + STAGES + i, 2 * hopper.WARPGROUP // 32)
-            cute.arch.mbarrier_init_fence()
+            self.initialise(bars)
         cute.arch.sync_threads()
         oldest = first[token]
         count = self.own(first, starts, last) - oldest + 1
@@ -176,6 +172,15 @@ class Scores:
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=1, number_of_threads=threads)
             self.consume(first, starts, scores, mma, s_q, s_k, bars, (token, last, begin, proxy, oldest, count))
+
+    @cute.jit
+    def initialise(self, bars: cute.Pointer):
+        """By one warp: buffers are filled by one arrival, and free when every warp has read them."""
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(STAGES):
+                cute.arch.mbarrier_init(bars + i, 1)
+                cute.arch.mbarrier_init(bars + STAGES + i, 2 * hopper.WARPGROUP // 32)
+        cute.arch.mbarrier_init_fence()
 
     @cute.jit
     def own(self, first: cute.Tensor, starts: cute.Tensor, token: Int32) -> Int32:

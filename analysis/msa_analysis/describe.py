@@ -23,6 +23,7 @@ HEADLINE = (
 """Metrics that are listed where they are not defined, and over seeds."""
 LEGEND = """\
 recency: 1 always the newest blocks, 0 always the oldest; minus its heads': less that of its heads' own favourite blocks
+leans: recency is not 0.5, corrected over layers and proxies
 its heads' blocks: those that the heads of this proxy attend to most when they may read everything
 proxies differ: bits by which one can tell the proxy from how far back it looks; untrained: less the first record's
 alike: 0 as two uniform choices, 1 the same blocks; by position: what another document at the same place gives
@@ -83,16 +84,17 @@ def _proxies(item: Measured) -> Iterator[dict[str, str]]:
                 "minus its heads'": _cell(_row(recency, metric="excess_recency", **at), sign=True),
                 "finds its heads' blocks": _cell(found),
                 "by chance": UNDEFINED if missing(found["value"]) else number(found["null"]),
-                "in words": _leaning(where) + _alarm(tables["collapse"], layer, proxy),
+                "in words": _leaning(_row(tables["proxies"], metric="recency", **at))
+                + _alarm(tables["collapse"], layer, proxy),
             }
 
 
 def _leaning(row: pd.Series) -> str:
-    if missing(row["low"]):
+    if missing(row["low"]) or missing(row["q_value"]):
         return UNDEFINED
-    if row["low"] > row["null"]:
-        return "leans near"
-    return "leans far" if row["high"] < row["null"] else "no lean shown"
+    if not row["q_value"] < LEVEL:
+        return "no lean shown"
+    return "leans near" if row["value"] > row["null"] else "leans far"
 
 
 def _alarm(collapse: pd.DataFrame, layer: int, proxy: int) -> str:

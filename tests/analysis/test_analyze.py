@@ -96,6 +96,19 @@ def test_parquet_holds_the_same_and_leaves_no_older_csv(
     assert list(kept.columns) == list(plain.columns)
 
 
+def test_a_lean_is_claimed_only_after_correction(tmp_path: Path) -> None:
+    log = planted.log([planted.uniform] * 4, layers=8, documents=8)
+    small_run(tmp_path, log, model={"num_layers": 8, "num_proxies": 4})
+    measured, skipped = analyze([tmp_path])
+    table = measured[0].tables["proxies"].query("metric == 'recency'")
+    alone = (table["low"] > table["null"]) | (table["high"] < table["null"])
+    assert alone.any()
+    assert (table["q_value"] > 0.05).all()
+    assert "leans near" not in (text := describe(measured, skipped))
+    assert "leans far" not in text
+    assert text.count("no lean shown") == 32
+
+
 def test_the_summary_says_who_is_near_and_who_is_far(done: tuple[list[Measured], list[Skipped]]) -> None:
     lines = describe(*done).splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("layer  proxy"))

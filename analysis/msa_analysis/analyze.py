@@ -45,7 +45,7 @@ TABLES: dict[str, Callable[[xr.Dataset], pd.DataFrame]] = {
     "coverage": spec.coverage,
     "coverage_by_distance": spec.coverage_by_distance,
     "coverage_by_position": spec.coverage_by_position,
-    "overlap": lambda sums: spec.overlap(sums, pool=()),
+    "overlap": lambda sums: spec.tested(spec.overlap(sums, pool=())),
     "fixed_choice": spec.fixed_choice,
     "head_groups": spec.head_groups,
     "group_divergence": spec.group_divergence,
@@ -55,7 +55,7 @@ TABLES: dict[str, Callable[[xr.Dataset], pd.DataFrame]] = {
     "proxies": spec.proxies,
 }
 """File name to what is in it: a row a proxy (or pair of proxies, or layer) and record; `proxies` is the last record,
-with p-values corrected over layers and proxies."""
+with p-values corrected over layers and proxies, as those of `overlap` are over layers and pairs."""
 
 
 @dataclass(frozen=True)

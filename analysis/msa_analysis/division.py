@@ -34,11 +34,15 @@ def mutual_information(data: xr.Dataset, *, pool: Sequence[str] = (), permutatio
     proxies and D documents there are (p!)^(D - 1) distinct labellings: where they cannot reach 0.05 the p-value is not
     defined.
     `mutual_information_excess`: minus the same of the untrained proxies (first record), paired by document; not
-    defined where the log does not begin with them.
+    defined where the log does not begin with them. Its interval is its test, and allows for pairs of documents
+    (`pair_shrinkage`). Where proxies differ at neither record it still leaves out 0 in 1 to 2 % only, not 5: whatever
+    makes the difference of two squares large makes its error look large. Whether they differ at all is tested above.
     `mutual_information_teacher`, `mutual_information_heads` (each head's own top blocks, last record): proxies can
     specialize only as far as their heads differ. `mutual_information_share`: the proxies' as a share of the heads' own
     (last record; of the sums over what is pooled; no null); not defined where the heads' own interval reaches 0.
     `eta_squared`: between-proxy share of the variance of log2 distance; interval and test as those of the information.
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     """
     sums = tallied(data, *DISTANCES, optional=("head_bins",))
     own, over = _of("proxy"), [name for name in pool if name != "proxy"]
@@ -57,7 +61,9 @@ def mutual_information(data: xr.Dataset, *, pool: Sequence[str] = (), permutatio
     bins = sums["bins"]
     first = squared("mutual_information", own, degrees(bins.sel(source="proxy")))
     variance = squared("eta_squared", share, max(sums.sizes["proxy"] - 1, 1))
-    beyond = estimate(sums, "mutual_information_excess", excess, null=zero(own), pool=over, correct_bias=True)
+    beyond = estimate(
+        sums, "mutual_information_excess", excess, null=zero(own), pool=over, correct_bias=True, paired=True
+    )
     untrained = beyond["step"] == sums["step"].values[0]
     beyond.loc[untrained, [*NUMBERS, "reason"]] = [np.nan, np.nan, np.nan, "the first record is the reference"]
     if sums["step"].values[0] != sums.attrs.get("first_step", sums["step"].values[0]):
@@ -113,6 +119,8 @@ def proxy_information(data: xr.Dataset, *, permutations: int = 999) -> pd.DataFr
     its layer together, jackknife bias-corrected (null 0); the mean over proxies is the mutual information. `p_value`:
     one-sided, labels permuted within documents as in `mutual_information`. `q_value`: the p-values of all layers and
     proxies corrected together (Benjamini and Hochberg).
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     """
     end = tallied(data, "bins").isel(step=[-1])
 

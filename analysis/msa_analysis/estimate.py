@@ -17,9 +17,10 @@ from msa_analysis.statistics import (
     jackknife_skewed,
     jackknife_square,
     matter,
+    pair_shrinkage,
     rests_on_few,
 )
-from msa_analysis.tally import tally, totals
+from msa_analysis.tally import tally, totals, without_two
 
 Statistic = Callable[[xr.Dataset], xr.DataArray]
 LABELS = ("step", "phase", "layer", "proxy", "other")
@@ -84,6 +85,7 @@ def estimate(
     correct_bias: bool = False,
     squares: float | None = None,
     rate: Statistic | None = None,
+    paired: bool = False,
     absent: str = NO_SLOTS,
 ) -> pd.DataFrame:
     """Value, jackknife interval and null of a statistic, as rows; `absent` says why a number may be missing.
@@ -91,12 +93,15 @@ def estimate(
     `correct_bias` takes from the value what is proportional to 1/documents; `squares` does too, for a statistic that is
     a sum of squares near 0, of so many degrees of freedom (`jackknife_square`). `rate` is the share of cases behind the
     statistic, whose interval is then that of `jackknife_skewed`: not defined at exactly 0 or 1, where fewer than
-    MIN_DOCUMENTS documents have a case, nor where its variance rests on fewer than two.
+    MIN_DOCUMENTS documents have a case, nor where its variance rests on fewer than two. `paired`: pairs of documents
+    may decide its error (`pair_shrinkage`); of the sums over pairs it may use those in `pair_sums.NEXT` alone.
     """
     slots = sums["slots"].sel(source="proxy").sum([d for d in sums["slots"].dims if d not in ("document", "source")])
     # Labels are put aside meanwhile: aligning them costs more than the arithmetic.
     labels = {name: sums[name] for name in LABELS if name in sums.coords}
-    sums = sums.drop_vars([*labels, "document"], errors="ignore").isel(document=np.flatnonzero(slots.values > 0))
+    counts = slots.values > 0
+    followed = xr.DataArray(np.roll(counts, -1)[counts], dims="document")
+    sums = sums.drop_vars([*labels, "document"], errors="ignore").isel(document=np.flatnonzero(counts))
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)
         whole, without = totals(sums)
@@ -107,8 +112,12 @@ def estimate(
         if squares is not None:
             value, low, high = jackknife_square(value, left_out, degrees=squares)
         elif rate is None:
-            having = matter(value, left_out)
-            value, low, high = jackknife(value, left_out, correct_bias=correct_bias, having=having)
+            scale = 1.0
+            if paired:
+                left_two = statistic(without_two(sums, without)).mean(over, skipna=True)
+                scale = pair_shrinkage(value, left_out, left_two.where(followed))
+            about = {"having": matter(value, left_out), "scale": scale}
+            value, low, high = jackknife(value, left_out, correct_bias=correct_bias, **about)
         else:
             share, alone = (rate(part).mean(over, skipna=True) for part in (whole, sums))
             low, high, bare, scarce = _of_rate(value, left_out, share, alone.notnull().sum("document"))

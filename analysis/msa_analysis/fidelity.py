@@ -37,6 +37,8 @@ def block_recall(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
 
     Null: the exact expectation under uniform choice of as many blocks, row by row: slots / eligible. `recall_excess` is
     recall minus that (null 0).
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     """
     sums = tallied(data, "hits", "wanted", "chance_hits")
     hit, chance = (ratio(name, "wanted", over=("bin",)) for name in ("hits", "chance_hits"))
@@ -49,12 +51,16 @@ def block_recall(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
 
 def recall_by_distance(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
     """`block_recall` by the log2 distance of the teacher's block: metric `recall_by_distance`. Null: as there. What is
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     pooled is summed before the ratio: a proxy whose teacher has hardly a block at that distance does not decide."""
     return _recall(data, "recall_by_distance", "", pool)
 
 
 def recall_by_position(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
     """`block_recall` by the query's place: metric `recall_by_position`, columns position (eighths of the context) and
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     blocks (own blocks that are in it). Null: as there; pooled as in `recall_by_distance`."""
     return _recall(data, "recall_by_position", "_by_position", pool)
 
@@ -71,6 +77,8 @@ def captured_mass(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame
 
     Null: uniform choice of as many blocks: slots / eligible of what is not on forced blocks. Beside it
     `captured_mass_teacher` (the most that as many blocks hold) and `captured_mass_window` (that of the newest ones).
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     """
     return _captured(data, POSITION, "", pool)
 
@@ -104,12 +112,16 @@ def coverage(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
     `coverage_over_random` = (c - c_random)/(1 - c_random) and `coverage_over_window` = (c - c_window)/(1 - c_window):
     0 for the rule that is compared with (the null), 1 for the teacher's own blocks; negative below the rule. What is
     pooled is summed before the ratio, so that a layer in which the newest blocks hold nearly all does not decide.
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     """
     return _covered(data, POSITION, "", pool)
 
 
 def coverage_by_position(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
     """`captured_mass` and `coverage` by the query's place: the same metrics with `_by_position` behind their names,
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     columns position (eighths of the context) and blocks."""
     return table(_captured(data, (), "_by_position", pool), _covered(data, (), "_by_position", pool))
 
@@ -131,6 +143,8 @@ def coverage_by_distance(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.Da
     `captured_mass_by_distance`: that mass a query (null: uniform choice). `coverage_by_distance`: its share of the
     teacher's (null: uniform choice), rescaled as in `coverage`: `coverage_over_random_by_distance`,
     `coverage_over_window_by_distance` (not defined where the newest blocks hold all of it). Columns bin, distance.
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     """
     sums = tallied(data, "reached", "chance_reached", "newest_reached", "best", "mass_rows_by_position")
     rows = sums["mass_rows_by_position"].sum("position", skipna=False)

@@ -101,8 +101,9 @@ def permuted(counts: xr.DataArray, measure: str, pool: Sequence[str], permutatio
         warnings.filterwarnings("ignore", "(Mean of empty|All-NaN) slice", RuntimeWarning)
         plug_in, null = (array.mean(list(pool), skipna=True) for array in (plug_in, null))
         held = {"plug_in": plug_in, "null_mean": null.mean("draw"), "null_high": null.quantile(0.95, "draw")}
-    # Fewer distinct labellings than 20 cannot give a p-value of 0.05.
-    labellings = (counts.sizes["document"] - 1) * np.log(np.arange(1, counts.sizes["proxy"] + 1)).sum()
+    # Fewer distinct labellings than 20 cannot give a p-value of 0.05; an empty document has none.
+    documents = int((counts.sum(["step", "layer", "proxy", last]) > 0).sum())
+    labellings = (documents - 1) * np.log(np.arange(1, counts.sizes["proxy"] + 1)).sum()
     held["p_value"] = rank(plug_in, null).where((permutations > 0) & (labellings >= LEAST) & plug_in.notnull())
     return xr.Dataset(held).drop_vars("quantile").to_dataframe().reset_index()
 

@@ -12,8 +12,9 @@ import pandas as pd
 import xarray as xr
 
 from msa_analysis.estimate import Statistic, estimate, ratio, rescaled, table, tallied, zero
+from msa_analysis.pair_sums import NEXT
 
-PAIRS = ("shared", "chance_shared", "shared_here", "shared_other", "slots_other", "chance_other")
+PAIRS = ("shared", "chance_shared", "shared_here", *NEXT, *NEXT.values())
 
 
 def overlap(data: xr.Dataset, *, pool: Sequence[str] = ("proxy", "other")) -> pd.DataFrame:
@@ -24,6 +25,8 @@ def overlap(data: xr.Dataset, *, pool: Sequence[str] = ("proxy", "other")) -> pd
     ordered pairs of documents, in the rows that both have). `content`: what the own document adds to that, in the same
     rows and units. kappa = positional + content where documents have equal lengths. Nulls 0. With pool=() a row a pair,
     else the mean over pairs.
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     """
     sums = tallied(data, *PAIRS)
     proxies = sums.sizes["proxy"]
@@ -41,7 +44,7 @@ def overlap(data: xr.Dataset, *, pool: Sequence[str] = ("proxy", "other")) -> pd
     frame = table(
         estimate(sums, "overlap", same, null=chance, pool=pool),
         estimate(sums, "kappa", kappa, null=zero(kappa), pool=pool),
-        estimate(sums, "positional", positional, null=zero(positional), pool=pool),
+        estimate(sums, "positional", positional, null=zero(positional), pool=pool, paired=True),
         estimate(sums, "content", content, null=zero(content), pool=pool),
     )
     if "other" not in pool and proxies > 1:
@@ -63,6 +66,8 @@ def _beyond(name: str, less: str) -> Statistic:
 
 def fixed_choice(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
     """`fixed_choice`: how alike one proxy chooses at the same position of two documents, as kappa: 0 is uniform choice
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     (the null), 1 is a choice that heeds the position alone, whatever is written."""
     sums = tallied(data, *PAIRS[3:])
     itself = xr.DataArray(np.eye(sums.sizes["proxy"], dtype=bool), dims=("proxy", "other"))
@@ -71,7 +76,7 @@ def fixed_choice(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
     def alike(s: xr.Dataset) -> xr.DataArray:
         return positional(s).where(itself).max("other")
 
-    return table(estimate(sums, "fixed_choice", alike, null=zero(alike), pool=pool))
+    return table(estimate(sums, "fixed_choice", alike, null=zero(alike), pool=pool, paired=True))
 
 
 def churn(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
@@ -81,6 +86,8 @@ def churn(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
     *other* documents at the same query position: what would change even if only the position mattered. `stability` =
     1 - churn/null churn: 0 where the earlier choice of this very document says no more than another document's (the
     null), 1 where nothing changed. Not defined at the first record.
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     """
     sums = tallied(data, "kept_here", "kept_other", "kept_slots")
     same, other = ratio("kept_here", "kept_slots"), ratio("kept_other", "kept_slots")

@@ -13,6 +13,8 @@ PAIRED = ("shared_here", "shared_other", "slots_other", "chance_other", "kept_he
 The first document's choice is held against the same document's (`_here`) and against the second one's (`_other`), in
 the rows that both have: documents of unequal length must not be compared over different rows.
 """
+NEXT = {"shared_other": "shared_next", "slots_other": "slots_next", "chance_other": "chance_next"}
+"""What each document and the next one (the first, after the last) add to such a sum."""
 
 Ids = Int[np.ndarray, "document proxy slot row"]
 
@@ -47,6 +49,22 @@ def pairs(chosen: Ids, rows: Rows, *, elsewhere: bool = True) -> dict[str, np.nd
         "shared_other": row + row.transpose(0, 2, 1),
         "slots_other": _crossed(slots, valid),
         "chance_other": _crossed(slots / eligible, slots),
+        **_next(chosen, slots, rows),
+    }
+
+
+def _next(chosen: Ids, slots: np.ndarray, rows: Rows) -> dict[str, np.ndarray]:
+    """Of NEXT, by document."""
+    after, eligible = np.roll(chosen, -1, 0), np.maximum(rows.eligible, 1)
+    row = np.stack([found(chosen, after[:, [q]]).sum((-2, -1)) for q in range(chosen.shape[1])], -1).astype(float)
+
+    def both(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        return first @ np.roll(second, -1, 0).swapaxes(1, 2) + np.roll(first, -1, 0) @ second.swapaxes(1, 2)
+
+    return {
+        "shared_next": row + row.transpose(0, 2, 1),
+        "slots_next": both(slots.astype(float), (slots > 0).astype(float)),
+        "chance_next": both(slots / eligible, slots.astype(float)),
     }
 
 

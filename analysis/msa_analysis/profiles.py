@@ -19,6 +19,8 @@ def distance_profile(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFr
 
     Null: a uniform choice among the eligible blocks of the same rows. The teacher's own top blocks: metric
     `distance_profile_teacher`.
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     """
     return _profiles(data, "distance_profile", "bins", pool)
 
@@ -27,6 +29,8 @@ def position_profile(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFr
     """Share of learned slots in eight equal parts of x = (distance - 1) / (visible - 2): 0 nearest, 1 farthest.
 
     Metric `position_profile`, column part. Null and teacher as in `distance_profile`.
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     """
     return _profiles(data, "position_profile", "shares", pool)
 
@@ -45,6 +49,8 @@ def recency(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
 
     Null: exactly 0.5, for uniform choice without replacement. `excess_recency` is R minus the R of the teacher's own
     top blocks (null 0): what the proxy adds to its heads' own taste for the near.
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     """
     sums = tallied(data, "closeness")
     own, teacher = ratio("closeness", "slots", source="proxy"), ratio("closeness", "slots", source="teacher")
@@ -66,6 +72,8 @@ def sink_share(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
     Null: the exact expectation under uniform choice of as many blocks, row by row: slots / eligible. `sink_excess` is
     the share minus that (null 0); `sink_share_teacher` the same for the teacher's own top blocks. Not defined where
     block 0 is forced: then it is no choice.
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     """
     sums = tallied(data, "first_block", "rows", "chance_first_block")
     if sums.attrs.get("num_sink_blocks", 0):
@@ -86,6 +94,8 @@ def never_selected(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFram
     Null: the exact expectation under uniform choice, every query by itself: the mean over those blocks of the product
     of 1 - slots / eligible over the queries that could. Real queries are alike, so that values above the null are no
     alarm by themselves; a number that rises while training is.
+
+    Interval and its rules: `specialization`. Proof: `experiments/planted`.
     """
     sums = tallied(data, "never", "choosable", "chance_never")
     share, chance = ratio("never", "choosable"), ratio("chance_never", "choosable")

@@ -35,7 +35,7 @@ def match_proxies(runs: Sequence[xr.Dataset]) -> list[xr.Dataset]:
     Profile of a proxy: its log2 distance profile at the last record. The order of each run is the assignment with the
     least sum of Jensen-Shannon divergences to a reference, the mean of the matched profiles of all runs; the two are
     found in turns, from the first run's order. At the end proxies go from those that look nearest to those that look
-    farthest. Matching makes any proxies look alike: compare what is matched with `matched_likeness`.
+    farthest. Matching makes any proxies look alike: that matched profiles agree over seeds is no evidence by itself.
 
     Raises:
         ValueError: No runs, or runs that differ in layers, proxies, or blocks.

@@ -11,8 +11,11 @@ over before the interval is taken: ("proxy",) gives a number a layer, ("layer", 
 Student's t has the freedom of the documents that have a case, as at a place that only long ones reach. Where a metric
 is a rate, the interval allows for skewness (`statistics.jackknife_skewed`), so that its ends are not equally far; it is
 not defined at exactly 0 or 1, with fewer than four documents that have a case, nor where it would rest on fewer than
-two. That of a squared statistic (information, variance share) needs six documents. That every metric recovers planted
-answers, and how often its interval covers and its null is rejected, is measured in `experiments/planted`.
+two. That of a squared statistic (information, variance share) needs six documents. `positional`, `fixed_choice` and
+`mutual_information_excess` are made of pairs of documents: their intervals tell what a document brings from what a pair
+does (`statistics.pair_shrinkage`). Each null has one test: the p-value where there is one, else the interval. That
+every metric recovers planted answers, and how often its interval covers and its null is rejected, is measured in
+`experiments/planted`.
 
 By subject: `profiles` (where proxies look), `fidelity` (do they find what their heads want), `overlaps` (are choices
 alike), `division` (do proxies divide the labour), `heads` (do the heads differ), `training` (since when; collapse).
@@ -87,8 +90,8 @@ TESTABLE += ("kappa", "positional", "content", "fixed_choice", "stability", "gro
 def summary(data: xr.Dataset, *, history: pd.DataFrame | None = None) -> pd.DataFrame:
     """The last record in one table: each metric a layer, and the mean over layers (layer is missing there).
 
-    `p_value` and `q_value` of the mutual information and of eta squared (labels permuted; corrected over layers,
-    Benjamini and Hochberg).
+    `p_value`: of the mutual information and of eta squared by permuted labels, of groups of heads by regrouping, of
+    what has a constant as its null by its interval. `q_value`: corrected over layers (Benjamini and Hochberg).
     What needs the whole of it is here as well: `emergence` (of the mutual information over untrained proxies),
     `collapse` (share of proxies whose alarm is on), the groups of heads. `history` is what `dynamics` gave for the same
     data, where that is at hand.
@@ -99,12 +102,10 @@ def summary(data: xr.Dataset, *, history: pd.DataFrame | None = None) -> pd.Data
     end = sums.isel(step=[-1])
     null = table(*(mutual_information(end, pool=pool, permutations=999) for pool in (("proxy",), RUN)))
     frame = frame.merge(null[[*KEYS, "null_mean", "null_high", "p_value"]], how="left", on=KEYS)
-    frame["q_value"] = np.nan
-    for _, part in frame[frame["layer"].notna()].groupby("metric"):
-        frame.loc[part.index, "q_value"] = discoveries(part["p_value"])
+    frame["p_value"] = frame["p_value"].fillna(tested(frame)["p_value"])
     grouped = table(*(head_groups(end, pool=pool) for pool in ((), ("layer",))))
     since = emergence(history, ("mutual_information_excess",)).drop(columns="of")
-    return table(frame, grouped, since, _alarms(end))
+    return _corrected(table(frame, grouped, since, _alarms(end)), "metric")
 
 
 def _alarms(end: xr.Dataset) -> pd.DataFrame:
@@ -151,9 +152,14 @@ def tested(frame: pd.DataFrame) -> pd.DataFrame:
     numbers = [frame[name].to_numpy(float) for name in (*NUMBERS, "null", "documents")]
     known = frame["metric"].str.replace(r"_by_(distance|position)$", "", regex=True).isin(TESTABLE)
     p_value = np.where(known & frame["documents"].gt(1), interval_p_value(*numbers), np.nan)
-    frame = frame.assign(p_value=p_value, q_value=np.nan)
+    return _corrected(frame.assign(p_value=p_value), "metric", "step")
+
+
+def _corrected(frame: pd.DataFrame, *families: str) -> pd.DataFrame:
+    """With `q_value`, of single layers' rows."""
+    frame = frame.reset_index(drop=True).assign(q_value=np.nan)
     family = frame[frame["layer"].notna()] if "layer" in frame else frame
-    for _, part in family.groupby(["metric", "step"]):
+    for _, part in family.groupby(list(families)):
         frame.loc[part.index, "q_value"] = discoveries(part["p_value"])
     return frame
 

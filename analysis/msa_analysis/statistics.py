@@ -28,6 +28,7 @@ def jackknife(
     correct_bias: bool = False,
     level: float = 0.95,
     having: xr.DataArray | None = None,
+    scale: xr.DataArray | float = 1.0,
 ) -> tuple[xr.DataArray, xr.DataArray, xr.DataArray]:
     """Value and interval of a statistic by leaving out one document at a time, with Student's t.
 
@@ -35,7 +36,7 @@ def jackknife(
     but that one. The variance is (D - 1)/D times the sum of squared deviations of `without` from its mean, with
     D - 1 degrees of freedom (Tukey's jackknife). With `correct_bias` the value is D whole - (D - 1) mean(without),
     which removes a bias proportional to 1/D, as that of plug-in information and variance shares. `having`: how many
-    documents have a case, where not all do; its t has as many degrees of freedom, less 1.
+    documents have a case, where not all do; its t has as many degrees of freedom, less 1. `scale`: of the interval.
     """
     count = without.sizes["document"]
     mean = without.mean("document", skipna=False)
@@ -44,7 +45,7 @@ def jackknife(
         return value, xr.full_like(value, np.nan, dtype=float), xr.full_like(value, np.nan, dtype=float)
     variance = (count - 1) / count * ((without - mean) ** 2).sum("document", skipna=False)
     freedom = xr.full_like(variance, count) - 1 if having is None else having.clip(min=2) - 1
-    half = freedom.copy(data=stats.t.ppf(0.5 + level / 2, freedom)) * np.sqrt(variance)
+    half = scale * freedom.copy(data=stats.t.ppf(0.5 + level / 2, freedom)) * np.sqrt(variance)
     return value, value - half, value + half
 
 
@@ -97,6 +98,31 @@ def rests_on_few(without: xr.DataArray) -> xr.DataArray:
     resting = total**2 / (squares**2).sum("document", skipna=False)
     varies = total > ROUNDING * (1 + (without**2).sum("document"))
     return varies & (resting < min(2, without.sizes["document"] / 4))
+
+
+def pair_shrinkage(whole: xr.DataArray, without: xr.DataArray, without_two: xr.DataArray) -> xr.DataArray:
+    """What the standard error of a statistic is as a share of the one that `jackknife` gives, where pairs matter.
+
+    A mean over pairs of documents (a U-statistic; near it, a square) varies by what each document brings to all its
+    pairs (V1) and by what a pair has beyond its two documents (V2). The jackknife variance is V1 + 2 (D - 1)/(D - 2) V2
+    (Efron and Stein, The jackknife estimate of variance, Ann. Stat. 9, 1981): too much where documents do not differ,
+    so that V1 = 0. What one pair adds, that of each document and the next, comes from leaving out one, the other and
+    both (`without_two`; NaN where unknown); D (D - 1)/2 times its mean square is V2 + V1/(D - 1). V1 counts where it is
+    more than its standard error would be at V1 = 0, 4 V2/sqrt(D): less is noise, and noise cut off at 0 makes intervals
+    too long. With fewer than SQUARE_DOCUMENTS the two cannot be told apart: 1.
+    """
+    count = without.sizes["document"]
+    if count < SQUARE_DOCUMENTS:
+        return xr.ones_like(whole)
+    squares = (count - 1) / count * ((without - without.mean("document", skipna=False)) ** 2).sum("document")
+    pairs = [n * (n - 1) / 2 for n in (count, count - 1, count - 2)]
+    both = without + without.roll(document=-1)
+    added = (pairs[0] * whole - pairs[1] * both + pairs[2] * without_two - whole) / pairs[0]
+    met = pairs[0] * (added**2).mean("document")
+    second = ((met - squares / (count - 1)) / (1 - 2 / (count - 2))).clip(min=0)
+    first = squares - 2 * (count - 1) / (count - 2) * second
+    variance = first.where(first > 4 * second / count**0.5, 0) + second
+    return ((variance / squares.where(squares > 0)) ** 0.5).fillna(1)
 
 
 def jackknife_square(

@@ -5,15 +5,19 @@ Leaving one document out, or permuting proxies within documents, is then arithme
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import xarray as xr
 
 from msa_analysis.choices import Rows, by_slot, counting_rows
-from msa_analysis.pair_sums import PAIRED, pairs
+from msa_analysis.pair_sums import NEXT, PAIRED, pairs
 from msa_analysis.sums import COUNTS, MASSES, MASSES_BY_BIN, PIECE, Layer, layer_sums, spread
 
+THREADS = min(4, os.cpu_count() or 1)
+"""Layers at a time: each holds memory of its own."""
 SLOTS = ("layer", "document", "proxy", "query", "slot")
 PER_SLOT = ("selected", "teacher", "mass", "teacher_mass")
 _OWN = ("document", "proxy")
@@ -37,7 +41,7 @@ DIMS = (
     | dict.fromkeys(("kept_here", "kept_other", "kept_slots", "divergence", "entropy", "log_visible", "all_rows"), _OWN)
     | dict.fromkeys((*COUNTS, *MASSES_BY_BIN), _BIN)
     | {f"{name}_by_position": _POSITION for name in (*COUNTS, *MASSES)}
-    | dict.fromkeys(("shared", "chance_shared", "shared_here", "shared_other", "slots_other", "chance_other"), _PAIR)
+    | dict.fromkeys(("shared", "chance_shared", "shared_here", *NEXT, *NEXT.values()), _PAIR)
     | {"head_bins": (*_HEAD, "bin"), "head_slots": _HEAD, "head_shared": _HEADS, "head_chance_shared": _HEADS}
 )
 """Dimensions of every sum, after step and layer."""
@@ -61,8 +65,9 @@ def tally(
     position only: `mass_rows`, `captured` (on the proxy's blocks), `chance_captured`, `newest_captured`.
     By pair of proxies (`proxy`, `other`): `shared`, `chance_shared` (by both, of `slots`); over ordered pairs of two
     documents, in rows that both have: `shared_here`, `shared_other` (with the other proxy in the same, in the second
-    document), of `slots_other`, `chance_other`. Likewise with the record before: `kept_here`, `kept_other` (chosen
-    by the same proxy then, in the same, in the second document), of `kept_slots`.
+    document), of `slots_other`, `chance_other`; what a document and the next one add to these: `shared_next`,
+    `slots_next`, `chance_next`. Likewise with the record before: `kept_here`, `kept_other` (chosen by the same proxy
+    then, in the same, in the second document), of `kept_slots`.
     Over all counting rows (`all_rows`): `divergence` between the heads of a group, `entropy` of their mean dense mass,
     `log_visible` (its most: log of the visible blocks). Of the last record: `head_bins` (as `bins`, for the single
     heads' own top blocks), `head_shared`, `head_chance_shared`, `head_slots`, and by random `regrouping`
@@ -101,11 +106,14 @@ def _load(record: xr.Dataset) -> dict[str, np.ndarray]:
 
 
 def _one_step(record: dict[str, np.ndarray], before: np.ndarray | None, rows: Rows) -> dict[str, np.ndarray]:
-    """The sums of every layer."""
-    layers = []
-    for i in range(len(record["selected"])):
+    """The sums of every layer; layers are shared among processors, as numpy lets go of the interpreter."""
+
+    def of_layer(i: int) -> dict[str, np.ndarray]:
         fields = {name: values[i] for name, values in record.items() if name in Layer._fields}
-        layers.append(layer_sums(Layer(**fields, before=None if before is None else before[i]), rows))
+        return layer_sums(Layer(**fields, before=None if before is None else before[i]), rows)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        layers = list(pool.map(of_layer, range(len(record["selected"]))))
     sums = {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
     absent = np.full((*record["selected"].shape[:3], rows.num_blocks), np.nan)
     visible = np.broadcast_to(np.log(np.arange(rows.num_blocks) + 1), absent.shape)
@@ -148,8 +156,16 @@ def _head_sums(heads: np.ndarray, rows: Rows) -> dict[str, np.ndarray]:
 
 def totals(sums: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
     """The sums of all documents, and of all but each one (dimension `document`)."""
+    sums = sums.drop_vars(NEXT.values(), errors="ignore")
     whole = sums.sum("document", skipna=False)
     for name in PAIRED:
         if name in whole:
             whole[name] = whole[name] / 2
     return whole, whole - sums
+
+
+def without_two(sums: xr.Dataset, without: xr.Dataset) -> xr.Dataset:
+    """The sums of all documents but each one and the next (dimension `document`), as far as these are known."""
+    names = [name for name in without if name in NEXT or name not in PAIRED]
+    left = without[names] - sums[names].roll(document=-1)
+    return left.assign({name: left[name] + sums[of] for name, of in NEXT.items() if name in left})

@@ -79,8 +79,10 @@ def shown_outside(rate: pd.Series, count: pd.Series, low: float, high: float) ->
 
 def rejection(frame: pd.DataFrame, nulls: Collection[str]) -> pd.DataFrame:
     """How often each null that holds is rejected at LEVEL: by its p-value, or else by an interval without it."""
-    frame = frame[frame["metric"].isin(nulls)].dropna(subset=["low", "high"])
+    frame = frame[frame["metric"].isin(nulls)]
     by_p = frame["p_value"].notna()
+    defined = by_p | frame[["low", "high"]].notna().all(axis=1)
+    frame, by_p = frame[defined], by_p[defined]
     outside = (frame["null"] < frame["low"] - TINY) | (frame["null"] > frame["high"] + TINY)
     rejected = np.where(by_p, frame["p_value"] <= LEVEL, outside)
     frame = frame.assign(test=np.where(by_p, "p-value", "interval"), rejected=rejected)

@@ -24,20 +24,22 @@ PLACE = ("recency", "recency_teacher", "excess_recency")
 ALIKE = ("kappa", "positional", "content", "fixed_choice", "stability")
 FOUND = ("recall_excess", "coverage_over_random", "sink_excess")
 HEADS = ("kappa_heads", "group_information", "group_information_excess")
+EQUAL_HEADS = (0.0,) * 16
+"""In two groups: 6,435 groupings, so that a test over them can reject at 5 %; eight heads have 35 and cannot."""
 
 SCENARIOS = {
     "random": Scenario(
-        Population(**UNTRAINED, heads=(0.0,) * 8),
+        Population(**UNTRAINED, heads=EQUAL_HEADS),
         "uniform choice, no document like another",
         (*STRENGTH, *PLACE, *ALIKE, *FOUND, *HEADS),
     ),
     "random, unequal lengths": Scenario(
-        Population(**UNTRAINED, heads=(0.0,) * 8, lengths=UNEQUAL),
+        Population(**UNTRAINED, heads=EQUAL_HEADS, lengths=UNEQUAL),
         "the same in documents of 13 to 24 blocks",
         (*STRENGTH, *PLACE, *ALIKE, *FOUND, *HEADS),
     ),
     "alike but uneven": Scenario(
-        Population(**UNTRAINED, **UNEVEN, heads=(0.0,) * 8),
+        Population(**UNTRAINED, **UNEVEN, heads=EQUAL_HEADS),
         "every document leans its own way, every proxy in it too, on the whole none differs from another",
         (*STRENGTH, *PLACE, "group_information", "group_information_excess"),
     ),
@@ -82,6 +84,16 @@ SCENARIOS = {
     "long documents differ": Scenario(
         Population(lean=(1.0, -1.0), common=1.0, own=1.0, trend=3.0, lengths=UNEQUAL, **UNTRAINED),
         "long documents lean to the near, and have six times the rows",
+    ),
+    "one near, one random": Scenario(
+        Population(lean=(2.0, 0.0), lengths=UNEQUAL),
+        "one proxy leans to the near and the other chooses uniformly: alike by nothing, though documents differ in it",
+        ("kappa", "positional", "content"),
+    ),
+    "different from the start": Scenario(
+        Population(lean=(1.0, -1.0), first=(1.0, -1.0), **UNEVEN),
+        "one near, one far, at the earlier record as well",
+        ("mutual_information_excess",),
     ),
 }
 

@@ -96,6 +96,35 @@ def test_parquet_holds_the_same_and_leaves_no_older_csv(
     assert list(kept.columns) == list(plain.columns)
 
 
+def test_pairs_of_proxies_are_tested_over_layers_and_pairs(tables: Path) -> None:
+    table = pd.read_csv(tables / "overlap.csv").query("metric == 'kappa' and p_value.notna()")
+    assert len(table) > 1
+    for _, family in table.groupby(["run", "step"]):
+        assert (family["q_value"] >= family["p_value"]).all()
+        assert family["q_value"].max() == pytest.approx(family["p_value"].max())
+
+
+def test_the_summary_corrects_every_test_over_layers() -> None:
+    log = planted.log([planted.leaning(6.0), planted.leaning(-6.0)], layers=3, documents=8)
+    table = specialization.summary(log)
+    for metric in ("mutual_information", "eta_squared", "kappa", "positional", "content", "excess_recency"):
+        rows = table[table["metric"] == metric]
+        layers = rows[rows["layer"].notna()]
+        assert layers["p_value"].notna().all(), metric
+        assert (layers["q_value"] >= layers["p_value"]).all(), metric
+        assert rows[rows["layer"].isna()]["q_value"].isna().all(), metric
+
+
+def test_empty_documents_make_no_labellings(tmp_path: Path) -> None:
+    """With two proxies, five documents have 16 labellings: too few for 0.05; six have 32."""
+    log = planted.log([planted.leaning(6.0), planted.leaning(-6.0)], documents=6)
+    emptied = log.assign(selected=log["selected"].where(log["document"] != log["document"][-1], -1))
+    for name, data, defined in (("whole", log, True), ("emptied", emptied, False)):
+        frame = specialization.mutual_information(data)
+        level = frame[frame["metric"] == "mutual_information"]["p_value"]
+        assert level.notna().any() == defined, name
+
+
 def test_a_lean_is_claimed_only_after_correction(tmp_path: Path) -> None:
     log = planted.log([planted.uniform] * 4, layers=8, documents=8)
     small_run(tmp_path, log, model={"num_layers": 8, "num_proxies": 4})

@@ -36,6 +36,7 @@ def test_groups_of_like_heads_hold_more_information_than_random_ones() -> None:
     )
     assert alike["value"] > alike["null_high"] > alike["null"] > 0
     assert one(frame, "group_information_excess")["low"] > 0
+    assert one(frame, "group_information_excess")["p_value"] == alike["p_value"]
     # Of the 105 groupings of eight heads into pairs, 9 keep the two kinds apart: none can be much rarer.
     assert alike["p_value"] <= 0.15
     mixed = specialization.head_groups(logged([NEAR, FAR] * 4), permutations=199)

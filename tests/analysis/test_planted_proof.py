@@ -144,3 +144,15 @@ def test_squared_statistics_have_intervals_and_tests_from_six_documents_on() -> 
         assert (frame["reason"] == ("" if documents == 6 else f"{documents} documents: an interval needs 6")).all()
         tested = frame[frame["metric"] != "mutual_information_teacher"]
         assert (tested["p_value"].notna() == (documents == 6)).all()
+
+
+@pytest.mark.parametrize("name", ["random, unequal lengths", "one near, one random"])
+def test_intervals_of_means_over_pairs_are_as_long_as_estimates_scatter(name: str) -> None:
+    """Where documents do not differ (the first) the jackknife alone makes them 1.4 times as long."""
+    population = replace(SCENARIOS[name].population, heavy=None, first=None, heads=())
+    measures = [specialization.overlap, partial(specialization.fixed_choice, pool=("proxy",))]
+    frame = measured(population, runs=MANY, documents=60, seed=[6], measures=measures)
+    table = proof.against(frame, truths(population)).set_index("metric")
+    for metric in ("positional", "fixed_choice"):
+        length = table.loc[metric, "half"] / (stats.t.ppf(0.975, 59) * table.loc[metric, "spread"])
+        assert 0.85 < length < 1.25, metric

@@ -109,6 +109,8 @@ def test_rejection_is_by_the_p_value_where_there_is_one() -> None:
     assert proof.rejection(_runs(noise, 0.1), ["m"]).iloc[0]["outside"]
     by_p = proof.rejection(_runs(noise, 0.1, p_value=0.5), ["m"]).iloc[0]
     assert (by_p["test"], by_p["rejected"], bool(by_p["outside"])) == ("p-value", 0.0, True)
+    alone = _runs(noise, np.nan, p_value=0.01)  # a test needs no interval
+    assert proof.rejection(alone, ["m"])[["test", "rejected", "null_runs"]].iloc[0].tolist() == ["p-value", 1.0, 1000]
 
 
 def test_what_is_not_defined_counts_neither_as_covered_nor_as_rejected() -> None:

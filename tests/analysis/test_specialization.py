@@ -150,16 +150,20 @@ def test_overlap_with_other_documents_is_the_mean_over_all_pairs() -> None:
     assert held["positional"] == pytest.approx((np.mean(shares) - chance) / (1 - chance))
 
 
-def test_leaving_a_document_out_equals_a_log_without_it() -> None:
-    from msa_analysis.tally import totals
+def test_leaving_documents_out_equals_a_log_without_them() -> None:
+    from msa_analysis.tally import totals, without_two
 
     rules = [planted.uniform, planted.leaning(3)]
     log = planted.log(rules, heads=rules * 2, documents=5)
-    _, without = totals(tally(log))
-    whole, _ = totals(tally(log.isel(document=[0, 1, 3, 4])))
-    for name in whole.data_vars:
-        expected = pytest.approx(whole[name].values, nan_ok=True)
-        assert without[name].isel(document=2).values == expected, name
+    sums = tally(log)
+    _, without = totals(sums)
+    two = without_two(sums, without)
+    assert {"shared_other", "slots_other", "chance_other", "bins"} <= set(two)
+    for left, kept, place in ((without, [0, 1, 3, 4], 2), (two, [0, 1, 4], 2), (two, [1, 2, 3], 4)):
+        whole, _ = totals(tally(log.isel(document=kept)))
+        for name in left.data_vars:
+            expected = pytest.approx(whole[name].values, nan_ok=True)
+            assert left[name].isel(document=place).values == expected, name
 
 
 def test_nominal_intervals_cover_and_null_p_values_reject_as_often_as_they_say() -> None:

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 TILE_SCORES = {"cpu": 2**19, "cuda": 2**25}
 """Scores held at one time: what stays in a core's cache, and what is little beside a training step's memory."""
+LEAST_QUERIES = 128
+"""Of a tile that holds several rows: short tiles, which see few keys beyond their own, save work but cost launches."""
 
 
 @torch.no_grad()
@@ -56,14 +58,14 @@ def block_mass(
     with torch.autocast(q.device.type, enabled=False):
         by_head = (q[:, first:last:stride].to(wide) * dim**-0.5).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
         keys = k.to(wide).permute(0, 2, 3, 1)
-        for row, start, stop in _documents(batch, sequence, cu_seqlens):
+        for rows, start, stop in _documents(batch, sequence, cu_seqlens, heads, q.device.type):
             # Of the queries that count, those of this document.
             begin, end = (-(-(min(max(at, first), last) - first) // stride) for at in (start, stop))
-            for low, high in _tiles(begin, end, heads * (stop - start), q.device.type):
-                seen = keys[row, ..., start : first + (high - 1) * stride + 1]
-                shares = _shares(by_head[row, :, :, low:high], seen, stride, block_size)
-                grouped = shares.view(num_groups, heads // num_groups, high - low, -1).mean(1)
-                mass[row, :, low:high, : grouped.shape[-1]] = grouped
+            for low, high in _tiles(begin, end, len(keys[rows]) * heads * (stop - start), q.device.type):
+                seen = keys[rows, ..., start : first + (high - 1) * stride + 1]
+                shares = _shares(by_head[rows, :, :, low:high], seen, stride, block_size)
+                grouped = shares.unflatten(1, (num_groups, -1)).mean(2)
+                mass[rows, :, low:high, : grouped.shape[-1]] = grouped
     return mass
 
 
@@ -139,24 +141,30 @@ def at_blocks(
     return values.gather(-1, blocks.clamp(min=0).long()).masked_fill(blocks < 0, torch.nan)
 
 
-def _shares(q: Tensor, k: Tensor, stride: int, block_size: int) -> Float[Tensor, "head query block"]:
+def _shares(q: Tensor, k: Tensor, stride: int, block_size: int) -> Float[Tensor, "row head query block"]:
     """Softmax mass per block and head of queries `stride` apart, the last of them at a document's last key so far."""
-    scores = torch.matmul(q.flatten(1, 2), k).unflatten(1, q.shape[1:3])
+    scores = torch.matmul(q.flatten(2, 3), k).unflatten(2, q.shape[2:4])
     key = torch.arange((q.shape[-2] - 1) * stride + 1, device=q.device)
     scores[..., -len(key) :].masked_fill_(key > key[::stride, None], -torch.inf)
     attention = scores.softmax(-1)
     if missing := -attention.shape[-1] % block_size:
         attention = F.pad(attention, (0, missing))  # copies all of it
-    return attention.unflatten(-1, (-1, block_size)).sum(-1).flatten(0, 1)
+    return attention.unflatten(-1, (-1, block_size)).sum(-1).flatten(1, 2)
 
 
-def _documents(batch: int, sequence: int, cu_seqlens: Tensor | None) -> Iterator[tuple[int, int, int]]:
-    """Row, first and last position of every document."""
-    offsets = range(0, batch * sequence + 1, sequence) if cu_seqlens is None else cu_seqlens.tolist()
-    for start, stop in pairwise(offsets):
+def _documents(
+    batch: int, sequence: int, cu_seqlens: Tensor | None, heads: int, device: str
+) -> Iterator[tuple[slice, int, int]]:
+    """Rows, first and last position of every document; rows that are one each go together, as many as a tile holds."""
+    if cu_seqlens is None:
+        together = max(1, TILE_SCORES.get(device, TILE_SCORES["cuda"]) // (heads * max(sequence, 1) * LEAST_QUERIES))
+        for row in range(0, batch if sequence else 0, together):
+            yield slice(row, min(row + together, batch)), 0, sequence
+        return
+    for start, stop in pairwise(cu_seqlens.tolist()):
         if stop > start:
             row = start // sequence
-            yield row, start - row * sequence, stop - row * sequence
+            yield slice(row, row + 1), start - row * sequence, stop - row * sequence
 
 
 def _tiles(first: int, last: int, width: int, device: str) -> Iterator[tuple[int, int]]:

@@ -528,13 +528,10 @@ class Attend(Heads):
 
 
 def variants() -> list[Attend]:
-    """Every variant that the package is tested with."""
+    """Every kind of variant: attention, and without values the proxies' log-sum-exps, for the KL's blocks of 128."""
     shapes = [(16, 2, 4), (8, 2, 4), (4, 2, 4), (16, 1, 1), (16, 2, 2), (4, 4, 4), (16, 4, 2)]
-    return [
-        Attend(dtype, dim, block_size, *shape, with_values)
-        for dtype in hopper.DTYPES
-        for dim in (64, 128)
-        for block_size in (64, 128)
-        for shape in shapes
-        for with_values in (True, False)
+    of_proxies = [(4, 1, 4), (4, 2, 4), (4, 4, 4), (4, 1, 1), (1, 1, 1)]
+    types = [(dtype, dim) for dtype in hopper.DTYPES for dim in (64, 128)]
+    return [Attend(*one, block_size, *shape, True) for one in types for block_size in (64, 128) for shape in shapes] + [
+        Attend(*one, 128, *shape, False) for one in types for shape in of_proxies
     ]

@@ -412,13 +412,10 @@ class Merge(Heads):
 
 
 def variants() -> list[Merge]:
-    """Every variant that the package is tested with."""
-    shapes = [(16, 2, 4), (8, 2, 4), (4, 2, 4), (16, 1, 1), (16, 2, 2), (4, 4, 4), (16, 4, 2)]
-    return [
-        Merge(dtype, dim, block_size, *shape, most_slots, with_values)
-        for dtype in hopper.DTYPES
-        for dim in (64, 128)
-        for block_size in (64, 128)
-        for shape, most_slots in zip(shapes, (16, 4, 4, 16, 32, 8, 8), strict=True)
-        for with_values in (True, False)
+    """As in `attend.py`, with the numbers of slots spread over them."""
+    shapes = [(16, 2, 4, 16), (8, 2, 4, 4), (4, 2, 4, 4), (16, 1, 1, 16), (16, 2, 2, 32), (4, 4, 4, 8), (16, 4, 2, 8)]
+    of_proxies = [(4, 1, 4, 16), (4, 2, 4, 4), (4, 4, 4, 8), (4, 1, 1, 32), (1, 1, 1, 16)]
+    types = [(dtype, dim) for dtype in hopper.DTYPES for dim in (64, 128)]
+    return [Merge(*one, block_size, *shape, True) for one in types for block_size in (64, 128) for shape in shapes] + [
+        Merge(*one, 128, *shape, False) for one in types for shape in of_proxies
     ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -76,11 +77,12 @@ def observe(
             with suppress(Enough):
                 model(tokens[part].to(device), sparse=sparse, draw=draw[part].to(device))
             found = [_describe(seen[f"layers.{i}.attention.select"], config, heads) for i in layers]
-            documents.append({name: np.stack([layer[name] for layer in found]) for name in found[0]})
+            # Only now is the device waited for.
+            documents.append({name: torch.stack([layer[name] for layer in found]).cpu().numpy() for name in found[0]})
     return {name: np.concatenate([part[name] for part in documents], 1) for name in documents[0]}
 
 
-def _describe(seen: Seen, config: RunConfig, heads: bool) -> dict[str, np.ndarray]:
+def _describe(seen: Seen, config: RunConfig, heads: bool) -> dict[str, Tensor]:
     """One layer's part of a record, by query ranges so that memory stays linear in the sequence."""
     groups, sequence = config.model.num_proxies, seen.selection.blocks.shape[2]
     if groups % seen.selection.blocks.shape[1]:
@@ -97,7 +99,7 @@ def _describe(seen: Seen, config: RunConfig, heads: bool) -> dict[str, np.ndarra
         values = torch.cat([part[name] for part in parts], 2)
         if name in PER_QUERY_BLOCK:
             values = _by_query_block(values, own, -(-sequence // size))
-        found[name] = values.cpu().numpy()
+        found[name] = values
     return found
 
 
@@ -159,8 +161,8 @@ class SelectionRecorder(L.Callback):
 
     Training is the same with and without it, bit for bit: the forward is the plain model's, in eval mode, without
     gradients, and leaves random states and modes as they were. Only the first process computes and writes; nothing here
-    waits for the others. It must come before the callback that writes checkpoints, so that a checkpoint's own record
-    exists.
+    waits for the others. A record is written while training goes on. The next record, a checkpoint and the end wait for
+    it, and raise what went wrong: a checkpoint's own record exists, if this comes before the callback that writes it.
 
     Args:
         run: The run's folder.
@@ -173,6 +175,8 @@ class SelectionRecorder(L.Callback):
         self.first = config.train.fork_step
         self.steps = record_steps(self.first, config.train.last_step, config.selections.records)
         self.store: SelectionStore | None = None
+        self._writer = ThreadPoolExecutor(1, "selections")
+        self._writing: Future[None] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Make the log, or reopen it where training goes on; record the untrained model."""
@@ -193,8 +197,27 @@ class SelectionRecorder(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record when the optimizer has made the step that is due."""
+        if self._writing is not None and self._writing.done():
+            self._settle()
         if self.store is not None and stepped(pl_module, batch_idx):
             self._record_if_due(trainer, pl_module)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Have the records of all steps before it on disk."""
+        self._settle()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Have all records on disk."""
+        self._settle()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Leave nothing that still writes; that it failed, too, is not what ended training."""
+        wait([self._writing] if self._writing else [])
+
+    def _settle(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def _record_if_due(self, trainer: L.Trainer, learner: Learner) -> None:
         step, store = trainer.global_step, self.store
@@ -206,10 +229,9 @@ class SelectionRecorder(L.Callback):
     def _record(self, trainer: L.Trainer, learner: Learner, store: SelectionStore, step: int) -> None:
         # A log that older code began has no room for what is recorded since.
         values = {name: value for name, value in self._observe(learner, step).items() if name in store.arrays}
-        heads = {name: values.pop(name) for name in LAST if name in values}
-        store.append(step, "sparse" if self._sparse(learner) else "warmup", values)
-        if heads:
-            store.write_heads(step, heads)
+        phase = "sparse" if self._sparse(learner) else "warmup"
+        self._settle()
+        self._writing = self._writer.submit(_write, store, step, phase, values)
         self._log(trainer, values["selected"], step)
 
     def _observe(self, learner: Learner, step: int) -> dict[str, np.ndarray]:
@@ -252,6 +274,12 @@ class SelectionRecorder(L.Callback):
         for layer, maps in zip(layers, np.nan_to_num(rate), strict=True):
             for proxy, image in enumerate(maps):
                 show(f"selections/rate/layer{layer}/proxy{proxy}", image, step)
+
+
+def _write(store: SelectionStore, step: int, phase: str, values: Mapping[str, np.ndarray]) -> None:
+    store.append(step, phase, {name: value for name, value in values.items() if name not in LAST})
+    if heads := {name: value for name, value in values.items() if name in LAST}:
+        store.write_heads(step, heads)
 
 
 @contextmanager

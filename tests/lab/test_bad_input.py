@@ -239,7 +239,7 @@ def test_no_devices_to_train_on_is_refused(devices, place, refused):
 
 @pytest.mark.parametrize(
     ("size", "full"),
-    [(2_000, "selections.zarr"), (20_000, "last.ckpt"), (150_000, "last.ckpt")],
+    [(5_000, "selections.zarr"), (20_000, "last.ckpt"), (150_000, "last.ckpt")],
     ids=["while recording", "while torch closes a checkpoint", "while saving a checkpoint"],
 )
 def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(size, full, place, refused):

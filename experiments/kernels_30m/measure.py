@@ -215,7 +215,8 @@ def rates(training: Training, steps: int) -> dict[str, object]:
 def speed(lengths: list[int], cache: str, steps: int) -> dict[str, object]:
     """Dense, and MSA on each path and in each phase."""
     report: dict[str, object] = {}
-    for config in runs(steps, cache, tuple(lengths)):
+    # What all others are compared with comes first.
+    for config in sorted(runs(steps, cache, tuple(lengths)), key=lambda config: config.model.attention != "dense"):
         if config.model.attention == "dense":
             kinds = [("", "cute", True)]
         else:

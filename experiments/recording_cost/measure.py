@@ -43,7 +43,8 @@ PARTS = {
     "append": (SelectionStore, "append"),
     "heads": (SelectionStore, "write_heads"),
 }
-"""Where a record's time is spent: `describe` lies inside `observe`, and all of them inside `record`."""
+"""Where a record's time is spent: `describe` lies inside `observe`, and this inside `record`; what writes runs beside
+the next step."""
 Clocks = dict[str, float]
 Event = tuple[str, int, Clocks]
 """(what, the step that runs, -1 before the first, seconds by clock)"""
@@ -153,13 +154,22 @@ def _each_step(events: list[Event]) -> dict[int, tuple[dict[str, Clocks], Clocks
     return found
 
 
-def at_schedule(config: RunConfig, found: dict[str, dict[str, Clocks]], clock: str) -> dict[str, float]:
-    """Seconds of all steps and all records of the whole run, and the second over the first."""
+def at_schedule(
+    config: RunConfig, found: dict[str, dict[str, Clocks]], plain: dict[str, dict[str, Clocks]], clock: str
+) -> dict[str, float]:
+    """Seconds of the whole run's steps, of what its records add to them, and the second over the first.
+
+    A record adds what it takes itself, and what the step after it, beside which it is written, takes more than `plain`.
+    """
     first, last, switch = config.train.fork_step, config.train.last_step, config.train.sparse_step
     due = record_steps(first, last, config.selections.records)
     warm = min(max(switch - first, 0), last - first)
-    training = warm * found["warmup"]["step"][clock] + (last - first - warm) * found["sparse"]["step"][clock]
-    recording = sum(found["warmup" if step < switch else "sparse"]["record"][clock] for step in due[:-1])
+    training = warm * plain["warmup"]["step"][clock] + (last - first - warm) * plain["sparse"]["step"][clock]
+    added = {
+        phase: found[phase]["record"][clock] + found[phase]["step"][clock] - plain[phase]["step"][clock]
+        for phase in ("warmup", "sparse")
+    }
+    recording = sum(added["warmup" if step < switch else "sparse"] for step in due[:-1])
     recording += found["last"]["record"][clock]
     return {"training_seconds": training, "recording_seconds": recording, "share": recording / training}
 
@@ -187,7 +197,7 @@ def measure(name: str, config: RunConfig, steps: int, cache: Path) -> dict[str, 
         "measured_steps": steps,
         "seconds": found,
         "seconds_without_records": {phase: plain[phase]["step"] for phase in ("warmup", "sparse")},
-        "at_schedule": {clock: at_schedule(config, found, clock) for clock in ("wall", "processor")},
+        "at_schedule": {clock: at_schedule(config, found, plain, clock) for clock in ("wall", "processor")},
     }
 
 

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-TILE = 1024
+TILE = 256
 """A window is a multiple of so many tokens: what one thread block of the index counts."""
-TASK = 512
+TASK = 1024
 """The most edges of a task of the index."""
 PARTIAL_BYTES = 2**31
 """The most that single blocks' results of a forward pass take, unless one window of gradients has more."""
-PART_BYTES = 2**30
+PART_BYTES = 3 * 2**29
 """The most that the parts of a window take, if they are not to be cut into too many windows."""
 PART_SHARE = 6
 """How many times the memory of the queries the parts of a window may take nevertheless."""

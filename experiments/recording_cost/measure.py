@@ -4,9 +4,10 @@
     python experiments/recording_cost/measure.py default     a RunConfig with no field set: 40 records in 1,000 steps
     python experiments/recording_cost/measure.py flex_30m    the model of experiments/flex_30m, for a GPU
 
-A few steps are trained, half of them in the warm-up phase, once with a record after nearly every step and once without
-any. From the median step and the median record of each phase follows the share at the config's own schedule. Wall-clock
-says what a user waits; the processor time of all threads says it on a machine that is busy with other work.
+A few steps are trained, half of them in the warm-up phase, once with a record after every fourth and once without any.
+What four steps and their record take more than four others, the median of each phase, gives the share at the config's
+own schedule. Wall-clock says what a user waits; the processor time of all threads says it on a machine that is busy
+with other work.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import platform
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +47,9 @@ PARTS = {
 }
 """Where a record's time is spent: `describe` lies inside `observe`, and this inside `record`; what writes runs beside
 the next step."""
+EVERY = 4
+"""Steps between records: enough for one to be written meanwhile, as it is in a run."""
+CLOCKS = ("wall", "processor")
 Clocks = dict[str, float]
 Event = tuple[str, int, Clocks]
 """(what, the step that runs, -1 before the first, seconds by clock)"""
@@ -62,7 +67,8 @@ def configuration(name: str, cache: Path) -> RunConfig:
 
 def now() -> Clocks:
     """Both clocks, when the device has done what it was given."""
-    if torch.cuda.is_available():
+    # What writes a record in a thread of its own must not disturb a CUDA graph that is being captured in another.
+    if torch.cuda.is_available() and threading.current_thread() is threading.main_thread():
         torch.cuda.synchronize()
     return {"wall": time.perf_counter(), "processor": time.process_time()}
 
@@ -154,30 +160,43 @@ def _each_step(events: list[Event]) -> dict[int, tuple[dict[str, Clocks], Clocks
     return found
 
 
-def at_schedule(
-    config: RunConfig, found: dict[str, dict[str, Clocks]], plain: dict[str, dict[str, Clocks]], clock: str
-) -> dict[str, float]:
-    """Seconds of the whole run's steps, of what its records add to them, and the second over the first.
+def added(events: list[Event], steps: int, plain: dict[str, dict[str, Clocks]]) -> dict[str, Clocks]:
+    """By phase, median seconds that a record adds: what the steps from one to the next take more than `plain` ones.
 
-    A record adds what it takes itself, and what the step after it, beside which it is written, takes more than `plain`.
+    So the steps count beside which it is written. The last one is waited for and stands alone: with all its parts.
     """
+    lengths = {step: length for step, (_, length) in _each_step(events).items()}
+    last = by_phase(events, steps)["last"]
+    found = {"last": {clock: sum(last[part][clock] for part in ("record", "append", "heads")) for clock in CLOCKS}}
+    for phase, first in (("warmup", 0), ("sparse", steps // 2)):
+        # A record follows the step before the one that it is named by. The first of a phase meet compilation.
+        starts = range(first + 2 * EVERY - 1, first + steps // 2 - EVERY, EVERY)
+        step = plain[phase]["step"]
+        more = [
+            {clock: sum(lengths[start + i][clock] - step[clock] for i in range(EVERY)) for clock in CLOCKS}
+            for start in starts
+        ]
+        found[phase] = {clock: statistics.median(one[clock] for one in more) for clock in CLOCKS}
+    return found
+
+
+def at_schedule(
+    config: RunConfig, more: dict[str, Clocks], plain: dict[str, dict[str, Clocks]], clock: str
+) -> dict[str, float]:
+    """Seconds of the whole run's steps, of what its records add to them, and the second over the first."""
     first, last, switch = config.train.fork_step, config.train.last_step, config.train.sparse_step
     due = record_steps(first, last, config.selections.records)
     warm = min(max(switch - first, 0), last - first)
     training = warm * plain["warmup"]["step"][clock] + (last - first - warm) * plain["sparse"]["step"][clock]
-    added = {
-        phase: found[phase]["record"][clock] + found[phase]["step"][clock] - plain[phase]["step"][clock]
-        for phase in ("warmup", "sparse")
-    }
-    recording = sum(added["warmup" if step < switch else "sparse"] for step in due[:-1])
-    recording += found["last"]["record"][clock]
+    recording = sum(more["warmup" if step < switch else "sparse"][clock] for step in due[:-1]) + more["last"][clock]
     return {"training_seconds": training, "recording_seconds": recording, "share": recording / training}
 
 
 def measure(name: str, config: RunConfig, steps: int, cache: Path) -> dict[str, Any]:
     """With and without records: seconds by phase, and the share at the config's schedule."""
-    found = by_phase(run(config, steps, steps + 1, cache), steps)
+    events = run(config, steps, steps // EVERY + 1, cache)
     plain = by_phase(run(config, steps, 0, cache), steps)
+    more = added(events, steps, plain)
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     packages = {package: version(package) for package in ("torch", "lightning", "zarr", "numpy")}
     return {
@@ -195,9 +214,10 @@ def measure(name: str, config: RunConfig, steps: int, cache: Path) -> dict[str, 
             "query_stride": config.selections.query_stride,
         },
         "measured_steps": steps,
-        "seconds": found,
+        "seconds": by_phase(events, steps),
         "seconds_without_records": {phase: plain[phase]["step"] for phase in ("warmup", "sparse")},
-        "at_schedule": {clock: at_schedule(config, found, plain, clock) for clock in ("wall", "processor")},
+        "seconds_that_a_record_adds": more,
+        "at_schedule": {clock: at_schedule(config, more, plain, clock) for clock in CLOCKS},
     }
 
 
@@ -205,15 +225,15 @@ def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", choices=("demo", "default", "flex_30m"))
-    parser.add_argument("--steps", type=int, default=24, help="optimizer steps to train; even, at least 8")
+    parser.add_argument("--steps", type=int, default=32, help="optimizer steps to train; a multiple of 8, at least 24")
     parser.add_argument("--records", type=int, help="another number of records than the config's")
     parser.add_argument("--documents", type=int, help="another number of probe documents than the config's")
     parser.add_argument("--query-stride", type=int, help="record every n-th query")
     parser.add_argument("--cache", type=Path, default=Path("data"), help="folder of prepared corpora")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where the numbers go")
     args = parser.parse_args()
-    if args.steps < 8 or args.steps % 2:
-        parser.error(f"--steps={args.steps}: must be even and at least 8; try 24")
+    if args.steps < 24 or args.steps % 8:
+        parser.error(f"--steps={args.steps}: must be a multiple of 8 and at least 24; try 32")
     config = configuration(args.config, args.cache)
     changes = {name: getattr(args, name) for name in ("records", "documents", "query_stride")}
     changes = {name: value for name, value in changes.items() if value is not None}

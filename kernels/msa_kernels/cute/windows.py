@@ -13,7 +13,7 @@ from torch import Tensor
 
 TILE = 256
 """A window is a multiple of so many tokens: what one thread block of the index counts."""
-TASK = 1024
+TASK = 1088
 """The most edges of a task of the index."""
 PARTIAL_BYTES = 2**31
 """The most that single blocks' results of a forward pass take, unless one window of gradients has more."""

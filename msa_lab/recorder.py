@@ -236,10 +236,9 @@ class SelectionRecorder(L.Callback):
 
     def _observe(self, learner: Learner, step: int) -> dict[str, np.ndarray]:
         config, train, documents = self.config, self.config.train, len(self.probe.ids)
-        # As many rows as a training step has at a time fit into memory: the step keeps more of each.
-        rows = (
-            1 if train.activation_checkpointing else train.batch_size // train.accumulate // learner.trainer.world_size
-        )
+        # A training step keeps what all layers made of its rows, a forward without gradients what one did.
+        rows = train.batch_size // train.accumulate // learner.trainer.world_size
+        rows = 1 if train.activation_checkpointing else rows * max(config.model.num_layers // 2, 1)
         draw = row_keys(config.seed, step, 0, torch.arange(documents))
         with _undisturbed(learner.model, learner.device), autocast(learner.device, train.precision):
             return observe(

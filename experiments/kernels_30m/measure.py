@@ -29,6 +29,7 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import torch
 from msa_kernels import Selection
@@ -45,6 +46,8 @@ from msa_lab.model import Transformer
 from msa_lab.train import make_deterministic
 
 STEPS = (0, 100, 300)
+Report = Iterator[tuple[str, dict[str, Any]]]
+"""Of one thing after the other: its name and what was found."""
 
 
 def on_gpu(part: Part) -> Part:
@@ -122,7 +125,7 @@ def gradients(
     return found | {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}, kept
 
 
-def compare(model: Transformer, config: RunConfig, part: Part, *, sparse: bool) -> dict[str, object]:
+def compare(model: Transformer, config: RunConfig, part: Part, *, sparse: bool) -> dict[str, Any]:
     """Errors of the kernels and of the bf16 reference against fp64, the worst tensor first."""
 
     def built(path: str, dtype: torch.dtype) -> Transformer:
@@ -150,9 +153,8 @@ def compare(model: Transformer, config: RunConfig, part: Part, *, sparse: bool) 
     }
 
 
-def agree(lengths: list[int], cache: str) -> dict[str, object]:
+def agree(lengths: list[int], cache: str) -> Report:
     """For each length and step: errors against fp64."""
-    report: dict[str, object] = {}
     for config in (c for c in runs(max(STEPS), cache, tuple(lengths)) if c.model.attention == "msa"):
         training = Training(config, "cute", cache)
         one_row = replace(config, train=replace(config.train, batch_size=1, compile=False))
@@ -163,15 +165,11 @@ def agree(lengths: list[int], cache: str) -> dict[str, object]:
             for sparse in (False, True):
                 phase = "sparse" if sparse else "warm-up"
                 found = compare(copy.deepcopy(training.learner.model), config, part, sparse=sparse)
-                report[f"{config.arm}, step {stop}, {phase}"] = found
-                over = len(found["over_twice_the_reference"])  # pyright: ignore[reportArgumentType]
-                print(f"{config.arm} step {stop} {phase}: {over} of {found['tensors']} tensors over", flush=True)
-    return report
+                yield f"{config.arm}, step {stop}, {phase}", found
 
 
-def curve(lengths: list[int], cache: str, steps: int) -> dict[str, object]:
+def curve(lengths: list[int], cache: str, steps: int) -> Report:
     """Loss and KL of every step: the kernels, the reference, and the reference from weights rounded once to bf16."""
-    report: dict[str, object] = {}
     for config in (c for c in runs(steps, cache, tuple(lengths)) if c.model.attention == "msa"):
         config = replace(config, train=replace(config.train, batch_size=1))
         lines = {}
@@ -183,20 +181,21 @@ def curve(lengths: list[int], cache: str, steps: int) -> dict[str, object]:
             lines[name] = torch.stack([training.advance() for _ in range(steps)]).double().cpu()
         gap = (lines["kernels"] - lines["reference"]).abs().mean(0).tolist()
         own = (lines["reference, rounded"] - lines["reference"]).abs().mean(0).tolist()
-        report[config.arm] = {
-            "mean_gap_of_loss_and_kl": gap,
-            "gap_between_references": own,
-            "curves": {name: line.tolist() for name, line in lines.items()},
-        }
-        print(config.arm, gap, own, flush=True)
-    return report
+        yield (
+            config.arm,
+            {
+                "mean_gap_of_loss_and_kl": gap,
+                "gap_between_references": own,
+                "curves": {name: line.tolist() for name, line in lines.items()},
+            },
+        )
 
 
-def rates(training: Training, steps: int) -> dict[str, object]:
-    """tokens/s, median and 10th to 90th percentile of runs of ten steps, after ten to warm up; peak memory."""
+def rates(training: Training, steps: int) -> dict[str, Any]:
+    """tokens/s, median and 10th to 90th percentile of runs of ten steps, after twenty to warm up; peak memory."""
     config, found = training.config, []
-    for turn in range(1 + steps // 10):
-        if turn == 1:
+    for turn in range(2 + steps // 10):
+        if turn == 2:
             torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -204,17 +203,16 @@ def rates(training: Training, steps: int) -> dict[str, object]:
             training.advance()
         torch.cuda.synchronize()
         found.append(10 * config.train.batch_size * config.data.context_length / (time.perf_counter() - began))
-    least, *_, most = statistics.quantiles(found[1:], n=10)
+    least, *_, most = statistics.quantiles(found[2:], n=10)
     return {
-        "tokens_per_second": statistics.median(found[1:]),
+        "tokens_per_second": statistics.median(found[2:]),
         "10% to 90%": [least, most],
         "peak_memory_gib": torch.cuda.max_memory_reserved() / 2**30,
     }
 
 
-def speed(lengths: list[int], cache: str, steps: int) -> dict[str, object]:
+def speed(lengths: list[int], cache: str, steps: int) -> Report:
     """Dense, and MSA on each path and in each phase."""
-    report: dict[str, object] = {}
     # What all others are compared with comes first.
     for config in sorted(runs(steps, cache, tuple(lengths)), key=lambda config: config.model.attention != "dense"):
         if config.model.attention == "dense":
@@ -231,9 +229,7 @@ def speed(lengths: list[int], cache: str, steps: int) -> dict[str, object]:
             gc.collect()
             torch.cuda.empty_cache()
             train = replace(config.train, proxy_warmup_steps=0 if sparse else config.train.steps)
-            report[config.arm + kind] = rates(Training(replace(config, train=train), path, cache), steps)
-            print(config.arm + kind, report[config.arm + kind], flush=True)
-    return report
+            yield config.arm + kind, rates(Training(replace(config, train=train), path, cache), steps)
 
 
 def one_of(config: RunConfig, cache: str, steps: int, gate: Barrier) -> float:
@@ -244,12 +240,11 @@ def one_of(config: RunConfig, cache: str, steps: int, gate: Barrier) -> float:
         training.advance()
     torch.cuda.synchronize()
     gate.wait(600)
-    return float(rates(training, steps)["tokens_per_second"])  # pyright: ignore[reportArgumentType]
+    return float(rates(training, steps)["tokens_per_second"])
 
 
-def together(lengths: list[int], cache: str, steps: int, most: int = 3) -> dict[str, object]:
+def together(lengths: list[int], cache: str, steps: int, most: int = 3) -> Report:
     """Total tokens/s of the sparse phase, of one process and of several that share the GPU."""
-    report: dict[str, object] = {}
     spawn = get_context("spawn")
     for config in (c for c in runs(steps, cache, tuple(lengths)) if c.model.attention == "msa"):
         sparse = replace(config, train=replace(config.train, proxy_warmup_steps=0))
@@ -258,9 +253,7 @@ def together(lengths: list[int], cache: str, steps: int, most: int = 3) -> dict[
                 gate = manager.Barrier(number)
                 waiting = [pool.submit(one_of, sparse, cache, steps, gate) for _ in range(number)]
                 found = [one.result() for one in waiting]
-            report[f"{config.arm}, {number} at once"] = {"tokens_per_second": found, "total": sum(found)}
-            print(config.arm, number, found, sum(found), flush=True)
-    return report
+            yield f"{config.arm}, {number} at once", {"tokens_per_second": found, "total": sum(found)}
 
 
 def main() -> None:
@@ -268,7 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("agree", "curve", "speed", "together"))
     parser.add_argument("--length", type=int, nargs="+", default=list(LENGTHS), help="tokens a row (%(default)s)")
-    parser.add_argument("--steps", type=int, default=0, help="curve: 300; speed, together: 60")
+    parser.add_argument("--steps", type=int, default=0, help="curve: 300; speed, together: 100")
     parser.add_argument("--free", action="store_true", help="speed: without deterministic mode")
     parser.add_argument("--cache", default="data", help="folder of prepared corpora")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where the tables go")
@@ -277,20 +270,24 @@ def main() -> None:
         parser.error(f"--free: is for speed, not for {args.what}")
     if not torch.cuda.is_available():
         sys.exit("measure.py: needs a CUDA GPU")
-    if args.what == "agree":
-        report = agree(args.length, args.cache)
-    elif args.what == "curve":
-        report = curve(args.length, args.cache, args.steps or 300)
-    elif args.what == "speed":
+    if args.what == "speed":
         make_deterministic(not args.free)
-        report = speed(args.length, args.cache, args.steps or 60)
-    else:
-        report = together(args.length, args.cache, args.steps or 60)
-    where = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "command": " ".join(sys.argv)}
+    found = {
+        "agree": lambda: agree(args.length, args.cache),
+        "curve": lambda: curve(args.length, args.cache, args.steps or 300),
+        "speed": lambda: speed(args.length, args.cache, args.steps or 100),
+        "together": lambda: together(args.length, args.cache, args.steps or 100),
+    }[args.what]()
+    report: dict[str, object] = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
+    report["command"] = " ".join(["python experiments/kernels_30m/measure.py", *sys.argv[1:]])
     args.out.mkdir(parents=True, exist_ok=True)
     some = [] if args.length == list(LENGTHS) else [str(length) for length in args.length]
     path = args.out / ("_".join([args.what, *["free"] * args.free, *some]) + ".json")
-    path.write_text(json.dumps({**where, **report}, indent=2) + "\n")
+    for name, one in found:
+        print(name, {key: value for key, value in one.items() if key != "curves"}, flush=True)
+        report[name] = one
+        # At once: what comes later may be cut off.
+        path.write_text(json.dumps(report, indent=2) + "\n")
     print(path)
 
 

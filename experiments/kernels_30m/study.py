@@ -15,7 +15,7 @@ TOKENS = 32768
 
 def runs(steps: int = 300, cache: str = "data", lengths: tuple[int, ...] = LENGTHS) -> list[RunConfig]:
     """For each length MSA, and dense with its parameters; 16 blocks are read beyond 4,096 tokens, 4 there."""
-    base = runpy.run_path(str(BASE))["runs"](steps, cache)[0]
+    base = runpy.run_path(str(BASE))["runs"](cache=cache)[0]
     found = []
     for length in lengths:
         msa = replace(
@@ -24,7 +24,7 @@ def runs(steps: int = 300, cache: str = "data", lengths: tuple[int, ...] = LENGT
             arm=f"msa-{length}",
             model=replace(base.model, top_k_blocks=4 if length == 4096 else 16),
             data=replace(base.data, context_length=length),
-            train=replace(base.train, batch_size=TOKENS // length, proxy_warmup_steps=20, warmup_steps=20),
+            train=replace(base.train, steps=steps, batch_size=TOKENS // length, proxy_warmup_steps=20, warmup_steps=20),
             selections=SelectionConfig(records=0),
         )
         found += match([msa, replace(msa, arm=f"dense-{length}", model=replace(msa.model, attention="dense"))])

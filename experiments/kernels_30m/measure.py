@@ -9,7 +9,8 @@ Needs a CUDA GPU and `msa-lab prepare --data.max_bytes 200000000 --bpe 8192`.
 
 `agree` trains on the kernels, stops at each of these steps and takes one row of the next batch. The kernels' selections
 of that row are given to three computations of loss and gradients from the same weights: the kernels in bf16, the
-reference in bf16, the reference in fp64. A tensor's error is its distance to fp64 in the L2 norm, relative.
+reference in bf16, the reference in fp64. A tensor's error is its distance to fp64 in the L2 norm, relative. The choices
+themselves are compared with those that the reference makes in fp32 from the same proxies.
 Speeds are of deterministic mode, a run's default; `speed --free` measures without it.
 """
 
@@ -22,9 +23,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,17 +32,15 @@ from threading import Barrier
 from typing import Any
 
 import torch
-from msa_kernels import Selection
+from agreement import choices, compare
 from study import LENGTHS, runs
 from torch import Tensor
-from torch.nn import functional as F
 
 from msa_lab.config import RunConfig
 from msa_lab.config_io import to_dict
 from msa_lab.data import open_data
 from msa_lab.evaluate import autocast
 from msa_lab.learner import Learner, Part, Parts, schedule
-from msa_lab.model import Transformer
 from msa_lab.train import make_deterministic
 
 STEPS = (0, 100, 300)
@@ -85,74 +83,6 @@ class Training:
         return torch.stack([ce.detach(), ce.new_zeros(()) if kl is None else kl.detach().mean(1).sum()])
 
 
-@contextmanager
-def selections(model: Transformer, given: list[Selection] | None) -> Iterator[list[Selection]]:
-    """The layers' selections: taken from `given`, or kept as they are made."""
-    kept: list[Selection] = []
-
-    def hook(layer: int) -> Callable[[object, object, Selection], Selection]:
-        def replace_or_keep(_: object, __: object, made: Selection) -> Selection:
-            if given is not None:
-                return given[layer]
-            kept.append(made)
-            return made
-
-        return replace_or_keep
-
-    layers = range(len(model.layers))
-    selects = [model.get_submodule(f"layers.{layer}.attention.select") for layer in layers]
-    handles = [select.register_forward_hook(hook(layer)) for layer, select in zip(layers, selects, strict=True)]
-    try:
-        yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def gradients(
-    model: Transformer, part: Part, *, sparse: bool, exact: bool, given: list[Selection] | None
-) -> tuple[dict[str, Tensor], list[Selection]]:
-    """Loss, KL and every parameter's gradient in fp64, and the selections that were used."""
-    model.train()
-    model.zero_grad(set_to_none=True)
-    with selections(model, given) as kept, autocast(torch.device("cuda"), "32" if exact else "bf16"):
-        output = model(part.inputs, part.cu_seqlens, sparse=sparse, with_kl=True, draw=part.draw)
-    logits = output.logits if exact else output.logits.float()
-    ce = F.cross_entropy(logits.flatten(0, 1), part.targets.flatten(), ignore_index=-100)
-    assert output.kl is not None
-    (ce + output.kl.mean(1).sum()).backward()
-    found = {"loss": ce.detach()[None].double(), "kl": output.kl.detach().flatten().double()}
-    return found | {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}, kept
-
-
-def compare(model: Transformer, config: RunConfig, part: Part, *, sparse: bool) -> dict[str, Any]:
-    """Errors of the kernels and of the bf16 reference against fp64, the worst tensor first."""
-
-    def built(path: str, dtype: torch.dtype) -> Transformer:
-        other = Transformer(config.model, path).cuda().to(dtype)
-        other.load_state_dict(model.state_dict())
-        return other
-
-    ours, kept = gradients(built("cute", torch.float32), part, sparse=sparse, exact=False, given=None)
-    given = kept or None
-    plain, _ = gradients(built("reference", torch.float32), part, sparse=sparse, exact=False, given=given)
-    truth, _ = gradients(built("reference", torch.float64), part, sparse=sparse, exact=True, given=given)
-    errors = {}
-    for name, value in truth.items():
-        size = value.norm().clamp(min=1e-300)
-        errors[name] = ((ours[name] - value).norm() / size).item(), ((plain[name] - value).norm() / size).item()
-    ratios = {name: a / max(b, 1e-12) for name, (a, b) in errors.items()}
-    worst = sorted(ratios, key=lambda name: -ratios[name])
-    return {
-        "tensors": len(errors),
-        "over_twice_the_reference": [name for name in worst if ratios[name] > 2],
-        "median_ratio": statistics.median(ratios.values()),
-        "worst": {name: {"kernels": errors[name][0], "reference": errors[name][1]} for name in worst[:5]},
-        "loss": {"kernels": errors["loss"][0], "reference": errors["loss"][1], "value": truth["loss"].item()},
-        "kl": {"kernels": errors["kl"][0], "reference": errors["kl"][1], "value": truth["kl"].mean().item()},
-    }
-
-
 def agree(lengths: list[int], cache: str) -> Report:
     """For each length and step: errors against fp64."""
     for config in (c for c in runs(max(STEPS), cache, tuple(lengths)) if c.model.attention == "msa"):
@@ -166,6 +96,7 @@ def agree(lengths: list[int], cache: str) -> Report:
                 phase = "sparse" if sparse else "warm-up"
                 found = compare(copy.deepcopy(training.learner.model), config, part, sparse=sparse)
                 yield f"{config.arm}, step {stop}, {phase}", found
+            yield f"{config.arm}, step {stop}, choices", choices(training.learner.model, config, part)
 
 
 def curve(lengths: list[int], cache: str, steps: int) -> Report:

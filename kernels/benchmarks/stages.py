@@ -15,7 +15,6 @@ FUNCTIONS = (
     ("index", "index", "build"),
     ("attend", "attend", "attend"),
     ("merge", "merge", "merge"),
-    ("rows", "work", "make_rows"),
     ("kl", "gradients", "divergence"),
     ("kl", "dense", "dense_divergence"),
     ("backward", "gradients", "attention_gradients"),
@@ -25,17 +24,18 @@ FUNCTIONS = (
     ("sum for queries", "gradients", "sum_queries"),
     ("sum for keys", "gradients", "sum_keys"),
     ("sum of values", "gradients", "sum_values"),
+    ("sums", "gradients", "sum_proxies"),
     ("scale", "gradients", "scale"),
 )
 """A stage's name here, and the module of msa_kernels.cute that defines its function."""
 CONTAINERS = ("kl", "backward")
 """Stages that others are parts of, which get the container's name before theirs."""
 FORWARD = ("layout", "score", "top-k", "index", "attend", "merge")
-OF_KL = ("kl", "kl, products", "kl, sum of values", "kl, sum for queries", "kl, sum for keys", "scale")
+OF_KL = ("kl", "kl, products", "kl, sums", "scale")
 BACKWARD = ("backward", "backward, delta", "backward, products", "backward, sum for queries", "backward, sum for keys")
 STAGES = {
     "forward": FORWARD,
-    "step": (*FORWARD, "rows", "kl, attend", "kl, merge", *OF_KL, *BACKWARD),
+    "step": (*FORWARD, "kl, attend", "kl, merge", *OF_KL, *BACKWARD),
     # Its products are called without a function of their own.
     "warm-up step": ("kl", "kl, layout", "kl, sum of values", "kl, sum for queries", "kl, sum for keys", "scale"),
 }

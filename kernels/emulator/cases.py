@@ -147,13 +147,15 @@ def run(
 
 @contextlib.contextmanager
 def small_windows(case: Case) -> Iterator[None]:
-    """Problems of 3,000 tokens are cut into windows, most of which a forward pass takes two at a time."""
-    with contextlib.ExitStack() as stack:
-        if case.sequence * case.batch > 2600:
-            partial = 2048 * case.heads * case.slots * (case.dim * 2 + 4)
-            changes = {"PART_BYTES": 2**20, "PART_SHARE": 0, "PARTIAL_BYTES": partial}
-            for name, value in changes.items():
-                stack.enter_context(mock.patch.object(windows, name, value))
+    """Rows of the index have several tasks, some of them of several tiles of queries.
+
+    Problems of 3,000 tokens are cut into windows, most of which a forward pass takes two at a time.
+    """
+    changes = {"SHORTEST": 96, "LONGEST": 448, "TASKS": 40}
+    if case.sequence * case.batch > 2600:
+        partial = 2048 * case.heads * case.slots * (case.dim * 2 + 4)
+        changes |= {"PART_BYTES": 2**20, "PART_SHARE": 0, "PARTIAL_BYTES": partial}
+    with mock.patch.multiple(windows, **changes):
         yield
 
 

@@ -1,4 +1,4 @@
-"""Gradients of attention over a selection (slots, deltas, backward, sums), against fp64 and autograd."""
+"""Gradients of attention over a selection (deltas, backward, sums), against fp64 and autograd."""
 
 import torch
 from cases import DOCUMENTS, Case, difference, of_variants, problem, run, small_windows
@@ -35,8 +35,8 @@ def check(case: Case, seed: int) -> dict:
     about = selection.blocks, selection.cu_seqlens, case.block_size
     with small_windows(case):
         parts = windows.attention_parts(q, max(case.selections, case.kv_heads), case.block_size)
-        ready = work.prepare(q, k, v, *about, windows.part_window(windows.sizes(*about), parts, q))
-    ours = gradients.attention_gradients(ready, work.make_rows(ready.problem), out, lse, upstream)
+        given = work.prepare(q, k, v, *about, windows.part_window(windows.sizes(*about), parts, q))
+        ours = gradients.attention_gradients(*given, out, lse, upstream)
     return {f"d{name}": (difference(a, b), 6e-3) for name, a, b in zip("qkv", ours, wanted, strict=True)}
 
 

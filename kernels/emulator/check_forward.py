@@ -6,9 +6,13 @@ The selection is also made where it is hard: scores that tie, others that are Na
 from unittest import mock
 
 import torch
-from cases import DOCUMENTS, Case, difference, of_variants, problem, run
+from cases import DOCUMENTS, Case, difference, of_variants, problem, run, small_windows
 from msa_kernels import reference
-from msa_kernels.cute import attend, ops
+from msa_kernels.cute import attend, ops, windows
+from msa_kernels.cute.index import build
+from msa_kernels.cute.layout import make_layout
+from msa_kernels.documents import layout
+from msa_kernels.selection import Selection
 from torch import Tensor
 
 CASES = [
@@ -28,6 +32,11 @@ CASES = [
 
 
 def check(case: Case, seed: int) -> dict:
+    with small_windows(case):
+        return compared(case, seed)
+
+
+def compared(case: Case, seed: int) -> dict:
     given = problem(case, seed)
     q, k, v, selection = *given[:3], given.selection
     out, lse = ops.sparse_attention(q, k, v, selection.blocks, selection.cu_seqlens, case.block_size, None)
@@ -35,11 +44,35 @@ def check(case: Case, seed: int) -> dict:
     found = {"out": (difference(out, expected), 6e-3), "lse": (difference(lse, exact), 1e-5)}
     alone = ops.selected_lse(q, k, selection.blocks, selection.cu_seqlens, case.block_size)
     found["lse alone"] = difference(alone, exact), 1e-5
+    found["index"] = wrong_index(selection), 0.0
     proxies = given.q_proxy, given.k_proxy
     found["choice"] = wrong_choices(case, *proxies, selection.cu_seqlens), 1e-3
     with mock.patch.object(ops, "SCORE_BYTES", 1):
         found["hard choice"] = wrong_choices(case, *hard(*proxies), selection.cu_seqlens), 0.0
     return found
+
+
+def wrong_index(selection: Selection) -> float:
+    """How many queries have another row than by plain PyTorch; and tasks, in windows of TILE queries, another number.
+
+    What the tasks hold is seen in the attention.
+    """
+    blocks, block_size, offsets = selection
+    batch, proxies, sequence, _ = blocks.shape
+    first, starts, _ = make_layout(offsets, batch, sequence, block_size, blocks.device)
+    index, rows = build(blocks, first, starts, windows.TILE, block_size=block_size)
+    own = layout(batch, sequence, block_size, offsets).block[:, None, :, None]
+    remote, chosen = (blocks >= 0) & (blocks < own), (blocks == own).any(-1)
+    earlier = remote.sum(-1)
+    counts = earlier + chosen
+    wrong = (rows.own_slot != torch.where(chosen, earlier, -1)) | (rows.counts != counts)
+    token = torch.arange(batch * sequence).view(batch, 1, sequence, 1)
+    row = (token // windows.TILE * proxies + torch.arange(proxies)[:, None, None]) * len(starts) + blocks
+    lengths = torch.bincount((row + first.view(token.shape))[remote])
+    tasks = (lengths / windows.task_length(blocks.numel())).ceil().sum()
+    of_index = index.tasks[: index.task_ptr[-1], 3] - index.tasks[: index.task_ptr[-1], 2]
+    same = (rows.queries == (counts > 0).sum((0, 2))).all() and of_index.sum() == lengths.sum()
+    return float(wrong.sum() + (index.task_ptr[-1] - tasks).abs() + ~same)
 
 
 def hard(q_proxy: Tensor, k_proxy: Tensor) -> tuple[Tensor, Tensor]:

@@ -1507,8 +1507,10 @@ static bool decode(Decoder& d, Instruction& in, const string& op, const vector<s
         in.a = u32(to); in.b = u32(type); in.d = has("sat");
         in.c = has("rz") || has("rzi") ? 1 : has("rm") || has("rmi") ? 2 : has("rp") || has("rpi") ? 3 : 0;
         in.n = has("rzi") || has("rni") || has("rmi") || has("rpi");
-        if (to == S64 && type == S32 && in.o[0].width == 8) in.act = unary<i64, i32, [](i32 a) { return i64(a); }>;
-        else if (to == U64 && type == U32 && in.o[0].width == 8) in.act = unary<u64, u32, [](u32 a) { return u64(a); }>;
+        // A 32-bit value may stand in a register of 64.
+        const bool usual = in.o[0].width == 8 && in.o[1].width == 4;
+        if (to == S64 && type == S32 && usual) in.act = unary<i64, i32, [](i32 a) { return i64(a); }>;
+        else if (to == U64 && type == U32 && usual) in.act = unary<u64, u32, [](u32 a) { return u64(a); }>;
         else in.act = act_convert;
         return true;
     }

@@ -17,9 +17,10 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU (sm_90)", allow_module_level=True)
 
-from msa_kernels.cute.index import EDGE_SLOTS, TASK, Index, build
+from msa_kernels.cute.index import build
 from msa_kernels.cute.layout import make_layout
 from msa_kernels.cute.topk import choose
+from plain_index import plain_index, plain_rows
 
 UNWRITTEN = 2**31 - 1
 SPECIAL = (float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 1e-45, -1e-45, 3e38)
@@ -178,35 +179,6 @@ def test_a_nan_or_infinity_marks_a_block_as_absent_unless_forced():
     assert blocks[0, 0, -1].tolist() == [0, 3, 4, -1, -1]
 
 
-def plain_index(blocks: torch.Tensor, first: torch.Tensor, own: torch.Tensor, size: int, window: int) -> Index:
-    """Edges and tasks by sorting and loops over rows."""
-    batch, proxies, sequence, slots = blocks.shape
-    total = batch * sequence
-    ids = blocks.permute(0, 2, 1, 3).reshape(total, proxies, slots).long()
-    token = torch.arange(total, device="cuda")[:, None, None]
-    proxy = torch.arange(proxies, device="cuda")[None, :, None]
-    row = (token // window * proxies + proxy) * size + first.long()[:, None, None] + ids
-    edge = (token * EDGE_SLOTS + torch.arange(slots, device="cuda")).expand_as(row)
-    remote = (ids >= 0) & (ids < own[:, None, None])
-    key = (row[remote] << 32 | edge[remote]).sort().values
-    windows = -(-total // window)
-    lengths = torch.bincount(key >> 32, minlength=windows * proxies * size).tolist()
-    tasks, task_ptr, begin = [], [], 0
-    for at, length in enumerate(lengths):
-        if at % (proxies * size) == 0:
-            task_ptr.append(len(tasks))
-        for start in range(begin, begin + length, TASK):
-            tasks.append((at % size, at // size % proxies, start, min(start + TASK, begin + length)))
-        begin += length
-    task_ptr.append(len(tasks))
-
-    def ints(values: list) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-    edges = (key & 0xFFFFFFFF).int()
-    return Index(edges, ints(tasks).view(-1, 4), ints(task_ptr), ints([0] * windows))
-
-
 def random_choice(kind: str, batch: int, sequence: int, proxies: int, slots: int, offsets, block_size: int):
     """`sink`: every query reads block 0; `few`: slots are empty; `stray`: so they are, or hold ids of later blocks."""
     scores = random_scores("random", (batch, proxies, sequence, num_blocks(sequence, block_size)), slots)
@@ -223,7 +195,7 @@ def random_choice(kind: str, batch: int, sequence: int, proxies: int, slots: int
 def check_index(blocks: torch.Tensor, offsets: torch.Tensor, block_size: int, window: int) -> None:
     batch, _, sequence, _ = blocks.shape
     first, starts, _ = make_layout(offsets, batch, sequence, block_size, offsets.device)
-    index = build(blocks, first, starts, window, block_size=block_size)
+    index, rows = build(blocks, first, starts, window, block_size=block_size)
     own = grid_of(batch, sequence, offsets, block_size).block
     expected = plain_index(blocks, first, own, len(starts), window)
     assert torch.equal(index.task_ptr, expected.task_ptr)
@@ -233,6 +205,7 @@ def check_index(blocks: torch.Tensor, offsets: torch.Tensor, block_size: int, wi
     assert torch.equal(index.tasks[:tasks], expected.tasks)
     assert bool((index.edges[edges:] == UNWRITTEN).all())
     assert bool((index.tasks[tasks:] == UNWRITTEN).all())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(rows, plain_rows(blocks, own), strict=True))
 
 
 @pytest.mark.parametrize("kind", ["random", "sink", "few", "stray"])
@@ -276,11 +249,11 @@ def test_the_index_repeats_bit_for_bit_behind_other_work():
     blocks = random_choice("sink", 1, 8192, 4, 16, offsets, 128)
     first, starts, _ = make_layout(offsets, 1, 8192, 128, offsets.device)
     noise = torch.randn(2048, 2048, device="cuda")
-    expected = build(blocks, first, starts, 2048, block_size=128)
+    expected = [x for part in build(blocks, first, starts, 2048, block_size=128) for x in part]
     for repeat in range(50):
         for _ in range(repeat % 4):
             noise = (noise @ noise).clamp(-1, 1)
-        again = build(blocks, first, starts, 2048, block_size=128)
+        again = [x for part in build(blocks, first, starts, 2048, block_size=128) for x in part]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, expected, strict=True))
 
 

@@ -53,8 +53,11 @@ def _TopK(kernel, scores, first, starts, blocks, begin, end):
         blocks[token // sequence, :, token % sequence] = found
 
 
-def _ReverseIndex(kernel, blocks, first, starts, counts, offsets, edges, tasks, task_ptr, claims, window):
-    from msa_kernels.cute.index import EDGE_SLOTS, TASK
+def _ReverseIndex(
+    kernel, blocks, first, starts, counts, users, offsets, edges, tasks, task_ptr, claims, own_slot, used, queries,
+    window, length,
+):  # fmt: skip
+    from msa_kernels.cute.index import EDGE_SLOTS
 
     batch, proxies, sequence, _ = blocks.shape
     total, size = batch * sequence, len(starts)
@@ -70,22 +73,19 @@ def _ReverseIndex(kernel, blocks, first, starts, counts, offsets, edges, tasks, 
     task_ptr.zero_()
     edge = task = 0
     for row in sorted(rows):
-        for begin in range(0, len(rows[row]), TASK):
-            piece = rows[row][begin : begin + TASK]
+        for begin in range(0, len(rows[row]), length):
+            piece = rows[row][begin : begin + length]
             edges[edge : edge + len(piece)] = torch.tensor(piece)
             tasks[task] = torch.tensor([row % size, row // size % proxies, edge, edge + len(piece)])
             edge, task = edge + len(piece), task + 1
             task_ptr[row // (size * proxies) + 1 :] = task
-
-
-def _Slots(kernel, blocks, first, starts, own_slot, counts, queries):
-    sequence = blocks.shape[2]
-    for token in range(len(first)):
+    queries.zero_()
+    for token in range(total):
         _, own = _own(first, starts, token, kernel.block_size)
         ids = blocks[token // sequence, :, token % sequence]
         earlier, chosen = ((ids >= 0) & (ids < own)).sum(-1).int(), (ids == own).any(-1)
         own_slot[token // sequence, :, token % sequence] = torch.where(chosen, earlier, -1)
-        counts[token // sequence, :, token % sequence] = earlier + chosen
+        used[token // sequence, :, token % sequence] = earlier + chosen
         queries += (earlier + chosen > 0).int()
 
 
@@ -274,5 +274,16 @@ def _SumValues(kernel, parts, tasks, task_ptr, first, starts, ends, queries, val
         value /= queries.clamp(min=1).repeat_interleave(sharing)
 
 
-def _Scale(kernel, gradients, upstream, result):
-    result.copy_((gradients * upstream[:, None]).unflatten(1, (kernel.heads, -1)).sum(2))
+def _SumProxies(
+    kernel, value_parts, dk_parts, dq_parts, tasks, task_ptr, first, starts, ends, counts, queries, values, dk, dq,
+    kept, of_keys, of_queries, window, begin, end, slots,
+):  # fmt: skip
+    index, numbers = (tasks, task_ptr, first, starts, ends, queries), (window, begin, end)
+    _SumValues(kernel.of_values, value_parts, *index, values, *numbers)
+    _SumKeys(kernel.of_keys, dk_parts, None, *index, kept, None, dk, None, of_keys, *numbers)
+    _SumQueries(kernel.of_queries, dq_parts, counts, queries, dq, of_queries, begin, end, slots)
+
+
+def _Scale(kernel, dq, dk, upstream, to_queries, to_keys):
+    to_queries.copy_(dq * upstream[:, None])
+    to_keys.copy_((dk * upstream[:, None]).unflatten(1, (kernel.heads, -1)).sum(2))

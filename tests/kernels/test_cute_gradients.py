@@ -10,10 +10,10 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import emulated_cute
 from msa_kernels import cute, dispatch, msa_attention, reference
-from msa_kernels.cute import dense, hopper, index, kl, windows
+from msa_kernels.cute import dense, hopper, kl, windows
 from msa_kernels.selection import Selection, random_selection
 
-MODULES = ("attend", "backward", "dense", "gradients", "index", "kl", "layout", "merge", "scores", "topk", "work")
+MODULES = ("attend", "backward", "dense", "gradients", "index", "kl", "layout", "merge", "scores", "topk")
 # batch, sequence, query, KV, selecting, proxy and proxy KV heads, slots, documents
 SHAPES = {
     "grouped": (1, 300, 4, 2, 4, 4, 1, 3, None),
@@ -29,8 +29,8 @@ SHAPES = {
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in MODULES:
         monkeypatch.setattr(f"msa_kernels.cute.{module}.load", emulated_cute.load)
-    for module in (index, windows):
-        monkeypatch.setattr(module, "TASK", 64)
+    for name, value in {"SHORTEST": 64, "LONGEST": 192, "TASKS": 20}.items():
+        monkeypatch.setattr(windows, name, value)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(hopper, "processors", lambda _: 1)
     monkeypatch.setattr(dispatch, "_cute_obstacle", lambda *_: None)
@@ -145,19 +145,19 @@ def test_a_step_makes_grid_index_and_rows_once(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(f"msa_kernels.cute.{module}.load", load)
     leaves, selection = _problem("grouped")
     out, value = _step(*leaves, tuple(selection))
-    shared = ["Layout", "ReverseIndex", "Slots", "Attend", "Merge"]
-    of_kl = ["Attend", "Merge", "ProxyKL", "SumValues"]
-    assert kernels == [*shared, *of_kl, "SumQueries", "SumKeys"]
+    shared = ["Layout", "ReverseIndex", "Attend", "Merge"]
+    of_kl = ["Attend", "Merge", "ProxyKL"]
+    assert kernels == [*shared, *of_kl, "SumProxies"]
     kernels.clear()
     torch.autograd.grad(out.sum(), leaves, allow_unused=True, retain_graph=True)
     assert kernels == ["Deltas", "Backward", "SumKeys", "SumQueries"]
     kernels.clear()
     torch.autograd.grad(value.sum(), leaves, allow_unused=True)
-    assert kernels == ["Scale", "Scale"]
+    assert kernels == ["Scale"]
     kernels.clear()
     with torch.no_grad():
         _step(*leaves, tuple(selection))
-    assert kernels == [*shared, *of_kl]
+    assert kernels == [*shared, *of_kl, "SumValues"]
     kernels.clear()
     cute.sparse_attention(*leaves[2:], selection)
     assert kernels == shared
@@ -266,9 +266,7 @@ def test_the_kl_and_its_gradients(name: str, small_windows: None):
 
 
 def test_windows_are_of_one_size_and_have_room_for_their_items(monkeypatch: pytest.MonkeyPatch):
-    for module in (index, windows):
-        monkeypatch.setattr(module, "TASK", 512)
-
+    monkeypatch.undo()
     for total, documents in ((1, 1), (1000, 3), (8192, 1), (16384, 1), (131072, 1), (131072, 500), (524288, 300)):
         blocks = torch.empty(1, 4, total, 16, dtype=torch.int32, device="meta")
         q = torch.empty(1, total, 16, 128, dtype=torch.bfloat16, device="meta")
@@ -280,7 +278,8 @@ def test_windows_are_of_one_size_and_have_room_for_their_items(monkeypatch: pyte
         parts = tokens * 4 * 16 * 4 * 128 * 2 + items * 2 * 128 * 128 * 4
         assert parts <= max(windows.PART_BYTES, windows.PART_SHARE * total * 16 * 128 * 2), (total, documents)
         most_blocks = min(total // 128 + documents, tokens // 128 + documents + 2)
-        assert items >= tokens * 64 // 512 + 4 * most_blocks - 4
+        assert items >= tokens * 64 // size.task + 4 * most_blocks - 4
+        assert size.tasks(window) >= total * 64 // size.task + 4 * size.windows(window) * size.ids
         for main_learns in (True, False):
             serving = windows.step_window(size, q, 2, q[:, :, :4], main_learns=main_learns, proxies_learn=True)
             assert serving <= windows.part_window(size, windows.kl_parts(q[:, :, :4], 128, True), q)

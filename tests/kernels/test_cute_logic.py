@@ -13,6 +13,7 @@ from msa_kernels import cute, dispatch, msa_attention, reference, window_selecti
 from msa_kernels.cute.index import MOST_BLOCKS, build
 from msa_kernels.cute.layout import row_alignment
 from msa_kernels.cute.topk import choose, comparators
+from msa_kernels.cute.windows import TILE, task_length
 
 
 @pytest.mark.parametrize("count", range(1, 33))
@@ -50,9 +51,9 @@ def build_shapes(
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"window": 1000}, "window=1000 must be a multiple of 1024, such as 1024"),
-        ({"window": 5000}, "window=5000 must be a multiple of 1024, such as 4096"),
-        ({"window": 0}, "window=0 must be a multiple of 1024, such as 1024"),
+        ({"window": 1000}, f"window=1000 must be a multiple of {TILE}, such as {1000 // TILE * TILE}"),
+        ({"window": 5000}, f"window=5000 must be a multiple of {TILE}, such as {5000 // TILE * TILE}"),
+        ({"window": 0}, f"window=0 must be a multiple of {TILE}, such as {TILE}"),
         ({"slots": 33}, "top_k_blocks=33 must be at most 32 here; use 32 or MSA_KERNELS=flex"),
         ({"size": MOST_BLOCKS + 1}, f"it must be at most {MOST_BLOCKS}"),
         ({"batch": 64, "sequence": 2**20}, "batch x sequence=67108864 must be below 67108864"),
@@ -60,13 +61,18 @@ def build_shapes(
         ({"sequence": 2**20, "size": 20000, "proxies": 16}, f"use {2**20}"),
         (
             {"batch": 3, "sequence": 2**20, "proxies": 32, "size": 24579, "window": 3 * 2**20},
-            f"2416214016 counts, one for 1024 tokens, a proxy and a block; it must be below {2**31}: give fewer rows",
+            f"{3 * 2**20 // TILE * 32 * 24579} counts, one for {TILE} tokens, a proxy and a block; it must be below",
         ),
     ],
 )
 def test_an_index_that_cannot_be_built_is_refused(shapes: dict[str, int], message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
         build_shapes(**shapes)
+
+
+def test_tasks_are_longer_where_there_are_enough_of_them():
+    lengths = {tokens: task_length(tokens * 2**10 * 4 * 16) for tokens in (1, 4, 8, 12, 16, 32, 1024)}
+    assert lengths == {1: 512, 4: 512, 8: 1088, 12: 1600, 16: 2048, 32: 2048, 1024: 2048}
 
 
 def test_too_many_slots_are_refused():

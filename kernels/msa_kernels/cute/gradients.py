@@ -140,13 +140,31 @@ def divergence(
     for window in work.passes():
         given = problem, queries, keys, index, window, lse, student_lse, rows.own_slot
         proxy_kl(*given, dq_parts, dk_parts, value_parts)
-        sum_values(problem, index, window, value_parts, rows, value)
         if dq_parts is not None and dk_parts is not None and kept is not None:
-            scale, to_queries, to_keys = dim**-0.5, dq.flatten(0, 1), dk.flatten(0, 1)
-            early = scale / PART_SCALE[_name(q_proxy)]
-            sum_queries(dq_parts, rows, slots, window, to_queries, num_proxies, early, mean=True, eights=True)
-            sum_keys(problem, index, window, num_proxies, (dk_parts,), (kept,), (to_keys,), scale, rows.queries)
+            parts, results = (value_parts, dk_parts, dq_parts), (value, dk.flatten(0, 1), dq.flatten(0, 1))
+            sum_proxies(problem, index, window, parts, rows, results, kept, slots)
+        else:
+            sum_values(problem, index, window, value_parts, rows, value)
     return value, dq, dk
+
+
+def sum_proxies(
+    problem: Problem,
+    index: Index,
+    window: Window,
+    parts: tuple[Scalars[Tensor, "item"], Scalars[Tensor, "item block_size dim"], Float[Tensor, "line dim"]],
+    rows: Rows,
+    results: tuple[Scalars[Tensor, "proxy"], Scalars[Tensor, "token proxy dim"], Scalars[Tensor, "token proxy dim"]],
+    kept: Scalars[Tensor, "token proxy dim"],
+    slots: int,
+) -> None:
+    """`sum_values`, `sum_keys` and `sum_queries` of the KL in one launch; parts and results are in this order."""
+    num_proxies, dim = kept.shape[1:]
+    name, scale = _name(parts[2]), dim**-0.5
+    kernel = sums.SumProxies(name, dim, problem.block_size, num_proxies, problem.blocks.shape[1])
+    grid = problem.first, problem.starts, problem.ends
+    given = *parts, index.tasks, index.task_ptr, *grid, rows.counts, rows.queries, *results, kept
+    load(kernel)(*given, scale, scale / PART_SCALE[name], *window, slots)
 
 
 def sum_values(
@@ -164,15 +182,16 @@ def sum_values(
 
 
 def scale(
-    gradients: Scalars[Tensor, "batch sequence proxy dim"],
+    gradients: tuple[Scalars[Tensor, "batch sequence proxy dim"], Scalars[Tensor, "batch sequence proxy dim"]],
     upstream: Float[Tensor, "proxy"],
-    result: Float[Tensor, "batch sequence head dim"],
+    results: tuple[Float[Tensor, "batch sequence proxy dim"], Float[Tensor, "batch sequence head dim"]],
 ) -> None:
-    """Write gradients times their proxy's upstream scalar, summed over the proxies of each head."""
-    heads, dim = result.shape[2:]
-    kernel = sums.Scale(_name(result), dim, gradients.shape[2], heads)
-    with torch.cuda.device(result.device):
-        load(kernel)(gradients.flatten(0, 1), upstream.float().contiguous(), result.flatten(0, 1))
+    """Write gradients of queries and of keys times their proxy's upstream scalar, the latter summed for each head."""
+    heads, dim = results[1].shape[2:]
+    kernel = sums.Scale(_name(results[1]), dim, len(upstream), heads)
+    with torch.cuda.device(upstream.device):
+        dq, dk, *both = (x.flatten(0, 1) for x in (*gradients, *results))
+        load(kernel)(dq, dk, upstream.float().contiguous(), *both)
 
 
 def _floats(number: int, *shape: int, like: Tensor) -> tuple[Tensor, ...]:

@@ -4,6 +4,8 @@ Only *remote* edges are in it, selected blocks before the query's own. An edge i
 slot`: which query, and where in its list the block stands. Edges lie row by row, a row being (window, proxy, global
 block), and by token within a row. Counting, two scans and a scatter build it: what atomics decide is only ever a count
 or a set of bits, never an order, so that the result is the same every time.
+
+Who counts the edges of a query also finds where its own block stands in its list: the rows that sums go by.
 """
 
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from msa_kernels.cute.compile import load
 from msa_kernels.cute.layout import compact, row_alignment
-from msa_kernels.cute.windows import TASK, TILE
+from msa_kernels.cute.windows import TILE, most_tasks, task_length
 
 EDGE_SLOTS = 32
 """Slots that an edge has room for."""
@@ -51,6 +53,17 @@ class Index(NamedTuple):
     """Zeros, for whoever counts the tasks of a window that are taken."""
 
 
+class Rows(NamedTuple):
+    """Which of a query's slots hold parts."""
+
+    own_slot: Ids[Tensor, "batch selection query"]
+    """The slot of the query's own block, or -1."""
+    counts: Ids[Tensor, "batch selection query"]
+    """How many slots, from the first on."""
+    queries: Ids[Tensor, "selection"] | None
+    """How many queries have any: what a mean over queries divides by. None in a backward pass."""
+
+
 def build(
     blocks: Ids[Tensor, "batch proxy query slot"],
     first: Ids[Tensor, "token"],
@@ -58,11 +71,11 @@ def build(
     window: int,
     *,
     block_size: int,
-) -> Index:
-    """The remote edges of a selection, for windows of `window` tokens; nothing here waits for the device.
+) -> tuple[Index, Rows]:
+    """The remote edges of a selection, for windows of `window` tokens, and its rows; nothing waits for the device.
 
     `blocks` is contiguous and the ids of a query differ; `first` and `starts` are those of `make_layout`. ValueError
-    for a window that is no multiple of 1024, for more than 32 slots and for what is too large to count.
+    for a window that is no multiple of TILE, for more than 32 slots and for what is too large to count.
     """
     batch, num_proxies, sequence, slots = blocks.shape
     total, size = batch * sequence, len(starts)
@@ -73,13 +86,13 @@ def build(
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=blocks.device)
 
-    edges = empty(total * num_proxies * slots)
-    tasks = empty(len(edges) // TASK + rows, 4)
-    task_ptr, claims = empty(windows + 1), empty(windows)
-    counts, offsets = empty(tiles, num_proxies, size), empty(rows)
+    edges = total * num_proxies * slots
+    index = Index(empty(edges), empty(most_tasks(edges, rows), 4), empty(windows + 1), empty(windows))
+    found = Rows(empty(*blocks.shape[:3]), empty(*blocks.shape[:3]), empty(num_proxies))
+    scratch = empty(tiles, num_proxies, size), empty(tiles, num_proxies), empty(rows)
     kernel = ReverseIndex(slots, num_proxies, block_size)
-    load(kernel)(blocks, first, starts, counts, offsets, edges, tasks, task_ptr, claims, window)
-    return Index(edges, tasks, task_ptr, claims)
+    load(kernel)(blocks, first, starts, *scratch, *index, *found, window, task_length(edges))
+    return index, found
 
 
 def _check(total: int, num_proxies: int, slots: int, size: int, window: int, rows: int, block_size: int) -> None:
@@ -127,17 +140,23 @@ class ReverseIndex:
         return max(SUBTILE * self.slots, 256)
 
     def fakes(self) -> tuple:
-        batch, sequence, size = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        """blocks, first, starts, counts, users, offsets, the index, the rows, window, edges of a task."""
+        batch, sequence, size, tiles = (cute.sym_int() for _ in range(4))
         return (
             compact(Int32, batch, self.num_proxies, sequence, self.slots, align=row_alignment(self.slots)),
             compact(Int32, cute.sym_int()),
             compact(Int32, size),
-            compact(Int32, cute.sym_int(), self.num_proxies, size),
+            compact(Int32, tiles, self.num_proxies, size),
+            compact(Int32, tiles, self.num_proxies),
             compact(Int32, cute.sym_int()),
             compact(Int32, cute.sym_int()),
             compact(Int32, cute.sym_int(), 4, align=16),
             compact(Int32, cute.sym_int()),
             compact(Int32, cute.sym_int()),
+            compact(Int32, batch, self.num_proxies, sequence),
+            compact(Int32, batch, self.num_proxies, sequence),
+            compact(Int32, self.num_proxies),
+            Int32(0),
             Int32(0),
             cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         )
@@ -149,22 +168,27 @@ class ReverseIndex:
         first: cute.Tensor,
         starts: cute.Tensor,
         counts: cute.Tensor,
+        users: cute.Tensor,
         offsets: cute.Tensor,
         edges: cute.Tensor,
         tasks: cute.Tensor,
         task_ptr: cute.Tensor,
         claims: cute.Tensor,
+        own_slot: cute.Tensor,
+        used: cute.Tensor,
+        queries: cute.Tensor,
         window: Int32,
+        task: Int32,
         stream: CUstream,
     ):
         tiles, size, rows = counts.shape[0], starts.shape[0], offsets.shape[0]
-        self.count(blocks, first, starts, counts).launch(
-            grid=(tiles, self.num_proxies, 1), block=(TILE, 1, 1), smem=size * 4, stream=stream
+        self.count(blocks, first, starts, counts, users, own_slot, used).launch(
+            grid=(tiles, self.num_proxies, 1), block=(TILE, 1, 1), smem=(size + 1) * 4, stream=stream
         )
-        self.scan_tiles(counts, offsets, window // TILE).launch(
-            grid=(cute.ceil_div(rows, 128), 1, 1), block=(128, 1, 1), stream=stream
+        self.scan_tiles(counts, offsets, users, queries, window // TILE).launch(
+            grid=(cute.ceil_div(rows, 128) + 1, 1, 1), block=(128, 1, 1), stream=stream
         )
-        self.scan_rows(offsets, tasks, task_ptr, claims, size).launch(
+        self.scan_rows(offsets, tasks, task_ptr, claims, (size, task)).launch(
             grid=(1, 1, 1), block=(SCAN_THREADS, 1, 1), stream=stream
         )
         self.scatter(blocks, first, starts, counts, offsets, edges, window // TILE).launch(
@@ -182,13 +206,23 @@ class ReverseIndex:
         return blocks[batch, proxy, token - batch * sequence, None]
 
     @cute.kernel
-    def count(self, blocks: cute.Tensor, first: cute.Tensor, starts: cute.Tensor, counts: cute.Tensor):
-        """Edges of a tile of queries, by block."""
+    def count(
+        self,
+        blocks: cute.Tensor,
+        first: cute.Tensor,
+        starts: cute.Tensor,
+        counts: cute.Tensor,
+        users: cute.Tensor,
+        own_slot: cute.Tensor,
+        used: cute.Tensor,
+    ):
+        """Edges of a tile of queries, by block; each query's row, and how many of the tile use a slot."""
         thread, _, _ = cute.arch.thread_idx()
         tile, proxy, _ = cute.arch.block_idx()
         counters = cute.arch.get_dyn_smem(Int32)
         size = starts.shape[0]
-        for block in cutlass.range(thread, size, TILE, unroll=1):
+        # The last counter is that of queries.
+        for block in cutlass.range(thread, size + 1, TILE, unroll=1):
             (counters + block).store(Int32(0))
         cute.arch.sync_threads()
         token = tile * TILE + thread
@@ -197,18 +231,36 @@ class ReverseIndex:
             cute.autovec_copy(self.at(blocks, token, proxy), ids)
             oldest = first[token]
             own = (token - starts[oldest]) // self.block_size
+            earlier, chosen = Int32(0), Int32(0)
             for slot in cutlass.range_constexpr(self.slots):
                 if (ids[slot] >= 0) & (ids[slot] < own):
                     cute.arch.atomic_add(counters + (oldest + ids[slot]), Int32(1))
+                    earlier += 1
+                chosen |= Int32(ids[slot] == own)
+            batch = token // blocks.shape[2]
+            query = token - batch * blocks.shape[2]
+            own_slot[batch, proxy, query] = earlier if chosen != 0 else Int32(-1)
+            used[batch, proxy, query] = earlier + chosen
+            if earlier + chosen > 0:
+                cute.arch.atomic_add(counters + size, Int32(1))
         cute.arch.sync_threads()
         for block in cutlass.range(thread, size, TILE, unroll=1):
             counts[tile, proxy, block] = (counters + block).load()
+        if thread == 0:
+            users[tile, proxy] = (counters + size).load()
 
     @cute.kernel
-    def scan_tiles(self, counts: cute.Tensor, offsets: cute.Tensor, tiles: Int32):
-        """Counts become what earlier tiles of the window have; `offsets`, the edges of each row."""
+    def scan_tiles(
+        self, counts: cute.Tensor, offsets: cute.Tensor, users: cute.Tensor, queries: cute.Tensor, tiles: Int32
+    ):
+        """Counts become what earlier tiles of the window have; `offsets`, the edges of each row.
+
+        The last thread block, which has no rows, adds up the queries instead.
+        """
         thread, _, _ = cute.arch.thread_idx()
         part, _, _ = cute.arch.block_idx()
+        if part == cute.arch.grid_dim()[0] - 1:
+            self.add_up(users, queries, thread)
         row = part * 128 + thread
         if row < offsets.shape[0]:
             width = self.num_proxies * counts.shape[2]
@@ -231,11 +283,24 @@ class ReverseIndex:
                 tile += BATCH
             offsets[row] = total
 
+    @cute.jit
+    def add_up(self, users: cute.Tensor, queries: cute.Tensor, thread: Int32):
+        """The sum of each proxy's column, by a warp."""
+        lane = thread % 32
+        for proxy in cutlass.range(thread // 32, self.num_proxies, 4, unroll=1):
+            total = Int32(0)
+            for tile in cutlass.range(lane, users.shape[0], 32, unroll=4):
+                total += users[tile, proxy]
+            total = cute.arch.warp_redux_sync(total, "add")
+            if lane == 0:
+                queries[proxy] = total
+
     @cute.kernel
     def scan_rows(
-        self, offsets: cute.Tensor, tasks: cute.Tensor, task_ptr: cute.Tensor, claims: cute.Tensor, size: Int32
+        self, offsets: cute.Tensor, tasks: cute.Tensor, task_ptr: cute.Tensor, claims: cute.Tensor, numbers: tuple
     ):
         """Edges of rows become where each row begins; the tasks. One thread block, a chunk of rows after the other."""
+        size, task = numbers
         thread, _, _ = cute.arch.thread_idx()
         memory = cutlass.memory.SmemAllocator()
         edge_begin = memory.allocate_array(Int32, SCAN_ROWS + 1)
@@ -248,14 +313,15 @@ class ReverseIndex:
         while base < rows:
             begin = base + thread * SCAN_ITEMS
             lengths = cute.make_rmem_tensor(SCAN_ITEMS, Int32)
-            edge_sum = Int32(0)
-            task_sum = Int32(0)
+            pieces = cute.make_rmem_tensor(SCAN_ITEMS, Int32)
+            edge_sum, task_sum = Int32(0), Int32(0)
             for i in cutlass.range_constexpr(SCAN_ITEMS):
                 lengths[i] = Int32(0)
                 if begin + i < rows:
                     lengths[i] = offsets[begin + i]
+                pieces[i] = (lengths[i] + task - 1) // task
                 edge_sum += lengths[i]
-                task_sum += (lengths[i] + (TASK - 1)) // TASK
+                task_sum += pieces[i]
             edge_at, edge_end = self.scan(edge_sum, sums, thread)
             task_at, task_end = self.scan(task_sum, sums + 32, thread)
             edge_at += edges_before
@@ -266,12 +332,12 @@ class ReverseIndex:
                 if begin + i < rows:
                     offsets[begin + i] = edge_at
                 edge_at += lengths[i]
-                task_at += (lengths[i] + (TASK - 1)) // TASK
+                task_at += pieces[i]
             edges_before += edge_end
             if thread == 0:
                 (edge_begin + SCAN_ROWS).store(edges_before)
             cute.arch.sync_threads()
-            self.write_tasks(edge_begin, task_begin, tasks, base, tasks_before, task_end, size, thread)
+            self.write_tasks(edge_begin, task_begin, tasks, base, tasks_before, task_end, size, task, thread)
             for window in cutlass.range(thread, windows, SCAN_THREADS, unroll=1):
                 row = window * (self.num_proxies * size) - base
                 if (row >= 0) & (row < SCAN_ROWS):
@@ -311,6 +377,7 @@ class ReverseIndex:
         before: Int32,
         number: Int32,
         size: Int32,
+        length: Int32,
         thread: Int32,
     ):
         """The tasks of a chunk of rows, a thread each however they are spread over the rows."""
@@ -324,8 +391,8 @@ class ReverseIndex:
                     low = middle
                 else:
                     high = middle
-            begin = (edge_begin + low).load() + (task - (task_begin + low).load()) * TASK
-            end = cutlass.min(begin + TASK, (edge_begin + (low + 1)).load())
+            begin = (edge_begin + low).load() + (task - (task_begin + low).load()) * length
+            end = cutlass.min(begin + length, (edge_begin + (low + 1)).load())
             row = base + low
             line = row // size
             values = cute.make_rmem_tensor(4, Int32)

@@ -136,8 +136,7 @@ def attention_and_kl(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with torch.cuda.device(q.device):
-        ready = work.prepare(q, k, v, blocks, cu_seqlens, block_size, window)
-        rows = work.make_rows(ready.problem)
+        ready, rows = work.prepare(q, k, v, blocks, cu_seqlens, block_size, window)
         work.attention(ready, ready.problem, out.flatten(0, 1), lse.flatten(0, 1))
         kl = _no_kl(q)
         if q_proxy is not None and k_proxy is not None:
@@ -326,8 +325,7 @@ def proxy_kl(
     size = windows.sizes(blocks, cu_seqlens, block_size)
     window = windows.part_window(size, windows.kl_parts(q_proxy, block_size, with_grad), q)
     with torch.cuda.device(q.device):
-        ready = work.prepare(q, k, None, blocks, cu_seqlens, block_size, window)
-        rows = work.make_rows(ready.problem)
+        ready, rows = work.prepare(q, k, None, blocks, cu_seqlens, block_size, window)
         return gradients.divergence(ready, rows, q_proxy, k_proxy, lse, with_gradients=with_grad)
 
 
@@ -360,8 +358,7 @@ def scale_gradients(
     from msa_kernels.cute.gradients import scale
 
     results = _scaled(dq, dk, num_keys, dtype)
-    for gradients, result in zip((dq, dk), results, strict=True):
-        scale(gradients, upstream, result)
+    scale((dq, dk), upstream, results)
     return results
 
 
@@ -481,6 +478,6 @@ def _attend(
     line_bytes = 4 + (0 if v is None else dim * q.element_size())
     window = windows.forward_window(windows.sizes(blocks, cu_seqlens, block_size), heads, line_bytes)
     with torch.cuda.device(q.device):
-        ready = work.prepare(q, k, v, blocks, cu_seqlens, block_size, window)
+        ready, _ = work.prepare(q, k, v, blocks, cu_seqlens, block_size, window)
         work.attention(ready, ready.problem, None if out is None else out.flatten(0, 1), lse.flatten(0, 1))
     return lse

@@ -1,8 +1,8 @@
 """What loads for the kernels that go over key blocks and gather the queries that read them: backward.py and kl.py.
 
-Work comes in items. A remote one is a task of the index (a key block before its queries' own, and up to 512 edges) for
-one unit of heads; an own one is a key block with the queries inside it, for one unit, and comes after all remote ones:
-they are small and fill what is left. Items of a window are numbered: remote ones (task - first task) x sharing + unit's
+Work comes in items. A remote one is a task of the index (a key block before its queries' own, and its edges) for one
+unit of heads; an own one is a key block with the queries inside it, for one unit, and comes after all remote ones: they
+are small and fill what is left. Items of a window are numbered: remote ones (task - first task) x sharing + unit's
 number among the `sharing` that have one selection; then own ones (block - the window's first block) x units + unit.
 
 One warp draws items from a counter and announces each in shared memory as INFO numbers; others read them there.

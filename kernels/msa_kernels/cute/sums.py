@@ -16,7 +16,6 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from msa_kernels.cute import hopper
-from msa_kernels.cute.layout import row_alignment
 from msa_kernels.cute.streams import block_of
 
 THREADS = 256
@@ -148,77 +147,6 @@ class Deltas:
 
 
 @dataclass(frozen=True)
-class Slots:
-    """Where a query's own block stands in its list, -1 if it is not there; and how many slots up to it are used.
-
-    To a number for each selection, which is zero before, it adds how many queries use any.
-    """
-
-    slots: int
-    block_size: int
-
-    def fakes(self) -> tuple:
-        """blocks, first, starts, own slots, counts, queries."""
-        lists = cute.sym_int(), cute.sym_int(), cute.sym_int()
-        return (
-            hopper.fake(Int32, (*lists, self.slots), row_alignment(self.slots)),
-            hopper.fake(Int32, (cute.sym_int(),)),
-            hopper.fake(Int32, (cute.sym_int(),)),
-            hopper.fake(Int32, lists),
-            hopper.fake(Int32, lists),
-            hopper.fake(Int32, (lists[1],)),
-            hopper.fake_stream(),
-        )
-
-    @cute.jit
-    def __call__(
-        self,
-        blocks: cute.Tensor,
-        first: cute.Tensor,
-        starts: cute.Tensor,
-        own_slot: cute.Tensor,
-        counts: cute.Tensor,
-        queries: cute.Tensor,
-        stream: CUstream,
-    ):
-        self.kernel(blocks, first, starts, own_slot, counts, queries).launch(
-            grid=(cute.ceil_div(first.shape[0], THREADS), blocks.shape[1], 1), block=(THREADS, 1, 1), stream=stream
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        blocks: cute.Tensor,
-        first: cute.Tensor,
-        starts: cute.Tensor,
-        own_slot: cute.Tensor,
-        counts: cute.Tensor,
-        queries: cute.Tensor,
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        tile, selection, _ = cute.arch.block_idx()
-        token = tile * THREADS + thread
-        used = Int32(0)
-        if token < first.shape[0]:
-            batch = token // blocks.shape[2]
-            query = token - batch * blocks.shape[2]
-            ids = cute.make_rmem_tensor(self.slots, Int32)
-            cute.autovec_copy(blocks[batch, selection, query, None], ids)
-            oldest = first[token]
-            own = (token - starts[oldest]) // self.block_size
-            earlier, chosen = Int32(0), Int32(0)
-            for slot in cutlass.range_constexpr(self.slots):
-                earlier += Int32((ids[slot] >= 0) & (ids[slot] < own))
-                chosen |= Int32(ids[slot] == own)
-            own_slot[batch, selection, query] = earlier if chosen != 0 else Int32(-1)
-            used = earlier + chosen
-            counts[batch, selection, query] = used
-        number = cute.arch.popc(cute.arch.vote_ballot_sync(used > 0))
-        if (thread % 32 == 0) & (number > 0):
-            cute.arch.atomic_add(queries.iterator + selection, number)
-
-
-@dataclass(frozen=True)
 class SumQueries:
     """Gradients of queries: the parts in their first slots, in order.
 
@@ -273,14 +201,17 @@ class SumQueries:
         slots: Int32,
         stream: CUstream,
     ):
-        places = Int64(end - begin) * (self.units * self.threads)
         self.kernel(parts, counts, queries, gradients, scale, begin, end, slots).launch(
-            grid=(Int32(cute.ceil_div(places, THREADS)), 1, 1),
+            grid=(self.tiles(begin, end), 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
             # Without this the compiler saves registers and lets loads wait for one another.
             min_blocks_per_mp=1,
         )
+
+    def tiles(self, begin: Int32, end: Int32) -> Int32:
+        """Thread blocks of a window."""
+        return Int32(cute.ceil_div(Int64(end - begin) * (self.units * self.threads), THREADS))
 
     @cute.kernel
     def kernel(
@@ -294,12 +225,28 @@ class SumQueries:
         end: Int32,
         slots: Int32,
     ):
-        thread, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
+        self.add(tile, parts, counts, queries, gradients, scale, begin, end, slots)
+
+    @cute.jit
+    def add(
+        self,
+        tile: Int32,
+        parts: cute.Tensor,
+        counts: cute.Tensor,
+        queries: cute.Tensor | None,
+        gradients: cute.Tensor,
+        scale: Float32,
+        begin: Int32,
+        end: Int32,
+        slots: Int32,
+    ):
+        """What a thread block does."""
+        thread, _, _ = cute.arch.thread_idx()
         place = Int64(tile) * THREADS + thread
-        line = Int32(place // self.threads)
-        inside = Int32(place - Int64(line) * self.threads)
-        query, unit = line // self.units, line % self.units
+        line = place // self.threads
+        inside = Int32(place - line * self.threads)
+        query, unit = Int32(line) // self.units, Int32(line) % self.units
         # Whole warps work on, because lanes exchange what they hold; those behind the last query have no parts.
         valid = begin + query < end
         token = cutlass.min(begin + query, end - 1)
@@ -308,7 +255,7 @@ class SumQueries:
         count = counts[batch, selection, token - batch * counts.shape[2]]
         count = count if valid else Int32(0)
         width = self.group * self.dim
-        source = parts.iterator + (Int64(line) * slots * width + inside * 8)
+        source = parts.iterator + (line * slots * width + inside * 8)
         sums = cute.make_rmem_tensor(8, Float32)
         sums.fill(0.0)
         for base in cutlass.range(0, count, BATCH, unroll=1):
@@ -392,6 +339,11 @@ class SumKeys:
         return THREADS * 4 // self.dim
 
     @property
+    def slices(self) -> int:
+        """Thread blocks of a block and head."""
+        return self.block_size // self.rows
+
+    @property
     def members(self) -> int:
         """Units of a head."""
         return self.units // self.heads
@@ -447,7 +399,6 @@ class SumKeys:
         end: Int32,
         stream: CUstream,
     ):
-        blocks = starts.shape[0]
         self.kernel(
             (parts, more_parts),
             (tasks, task_ptr, first, starts, ends),
@@ -457,7 +408,7 @@ class SumKeys:
             scale,
             (window, begin, end),
         ).launch(
-            grid=(blocks * (self.block_size // self.rows), self.heads, 1),
+            grid=(starts.shape[0] * self.slices, self.heads, 1),
             block=(THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -474,17 +425,32 @@ class SumKeys:
         scale: Float32,
         numbers: tuple,
     ):
-        thread, _, _ = cute.arch.thread_idx()
         place, head, _ = cute.arch.block_idx()
-        slices = self.block_size // self.rows
-        block, row = place // slices, place % slices * self.rows + thread * 4 // self.dim
+        self.add(place, head, parts, index, queries, kept, gradients, scale, numbers)
+
+    @cute.jit
+    def add(
+        self,
+        place: Int32,
+        head: Int32,
+        parts: tuple,
+        index: tuple,
+        queries: cute.Tensor | None,
+        kept: tuple,
+        gradients: tuple,
+        scale: Float32,
+        numbers: tuple,
+    ):
+        """What a thread block does."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, row = place // self.slices, place % self.slices * self.rows + thread * 4 // self.dim
         memory = cutlass.memory.SmemAllocator()
         runs = memory.allocate_array(Int32, 2 * self.members)
         _, _, first, starts, ends = index
         _, begin, end = numbers
         start, stop = starts[block], ends[block]
         # Queries see no keys behind them: those of later windows have no parts yet.
-        if (start + place % slices * self.rows < stop) & (start < end):
+        if (start + place % self.slices * self.rows < stop) & (start < end):
             self.look_up(index, numbers, runs, block, head)
             cute.arch.sync_threads()
             column = thread * 4 % self.dim
@@ -495,7 +461,7 @@ class SumKeys:
                 words = load_if((not fresh) & (row < stop - start), kept[i].iterator + at)
                 for x in cutlass.range_constexpr(4):
                     sums[i][x] = float_of(words[x])
-            self.add(parts, index, numbers, runs, sums, (block, head, row * self.dim + column))
+            self.add_items(parts, index, numbers, runs, sums, (block, head, row * self.dim + column))
             self.store(kept, gradients, queries, scale, sums, (head, at, row < stop - start, end == first.shape[0]))
 
     @cute.jit
@@ -511,7 +477,7 @@ class SumKeys:
                 (runs + i).store(at)
 
     @cute.jit
-    def add(self, parts: tuple, index: tuple, numbers: tuple, runs: cute.Pointer, sums: list, place: tuple):
+    def add_items(self, parts: tuple, index: tuple, numbers: tuple, runs: cute.Pointer, sums: list, place: tuple):
         """Add the parts of a head's units in their order; of each unit the remote items' first."""
         _, task_ptr, first, starts, ends = index
         window, begin, end = numbers
@@ -614,8 +580,21 @@ class SumValues:
 
     @cute.kernel
     def kernel(self, parts: cute.Tensor, index: tuple, queries: cute.Tensor, values: cute.Tensor, numbers: tuple):
-        thread, _, _ = cute.arch.thread_idx()
         proxy, _, _ = cute.arch.block_idx()
+        self.add(proxy, parts, index, queries, values, numbers)
+
+    @cute.jit
+    def add(
+        self,
+        proxy: Int32,
+        parts: cute.Tensor,
+        index: tuple,
+        queries: cute.Tensor,
+        values: cute.Tensor,
+        numbers: tuple,
+    ):
+        """What a thread block does."""
+        thread, _, _ = cute.arch.thread_idx()
         tasks, task_ptr, first, starts, ends = index
         window, begin, end = numbers
         memory = cutlass.memory.SmemAllocator()
@@ -650,55 +629,189 @@ class SumValues:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Gradients of each proxy, in fp32, times its upstream scalar, summed over those that share keys, and rounded."""
+class SumProxies:
+    """What a window adds to the KL and its gradients: `SumValues`, `SumKeys` and `SumQueries` in one launch.
+
+    Thread blocks start in the order of their numbers: first those that run longest, one a proxy for the values; then
+    those of keys, the oldest block's first, which most queries can read; then those of queries. Registers are those of
+    the two latter launches, so that as many threads read at a time.
+    """
 
     dtype: str
+    """Of the parts of queries; all others are fp32, and so are the gradients."""
+    dim: int
+    block_size: int
+    num_proxies: int
+    num_selections: int
+
+    @property
+    def of_values(self) -> SumValues:
+        return SumValues(self.block_size, self.num_proxies, self.num_selections)
+
+    @property
+    def of_keys(self) -> SumKeys:
+        units = self.num_proxies, self.num_selections, self.num_proxies
+        return SumKeys("float32", self.dim, self.block_size, *units, 1, True)
+
+    @property
+    def of_queries(self) -> SumQueries:
+        return SumQueries(self.dtype, "float32", self.dim, 1, self.num_proxies, self.num_selections, True, True)
+
+    def fakes(self) -> tuple:
+        """Parts of values, keys and queries, index, counts, queries, results, earlier windows, scales, numbers."""
+        ids, tokens = cute.sym_int(), cute.sym_int()
+        gradients = hopper.fake(Float32, (tokens, self.num_proxies, self.dim))
+        return (
+            hopper.fake(Float32, (cute.sym_int(),)),
+            hopper.fake(Float32, (cute.sym_int(), self.block_size, self.dim)),
+            hopper.fake(hopper.DTYPES[self.dtype], (cute.sym_int64(), self.dim)),
+            hopper.fake(Int32, (cute.sym_int(), 4)),
+            hopper.fake(Int32, (cute.sym_int(),)),
+            hopper.fake(Int32, (tokens,)),
+            hopper.fake(Int32, (ids,)),
+            hopper.fake(Int32, (ids,)),
+            hopper.fake(Int32, (cute.sym_int(), self.num_selections, cute.sym_int())),
+            hopper.fake(Int32, (self.num_selections,)),
+            hopper.fake(Float32, (self.num_proxies,)),
+            gradients,
+            gradients,
+            hopper.fake(Float32, (cute.sym_int(), self.num_proxies, self.dim)),
+            *(Float32(0.0),) * 2,
+            *(Int32(0),) * 4,
+            hopper.fake_stream(),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        value_parts: cute.Tensor,
+        dk_parts: cute.Tensor,
+        dq_parts: cute.Tensor,
+        tasks: cute.Tensor,
+        task_ptr: cute.Tensor,
+        first: cute.Tensor,
+        starts: cute.Tensor,
+        ends: cute.Tensor,
+        counts: cute.Tensor,
+        queries: cute.Tensor,
+        values: cute.Tensor,
+        dk: cute.Tensor,
+        dq: cute.Tensor,
+        kept: cute.Tensor,
+        of_keys: Float32,
+        of_queries: Float32,
+        window: Int32,
+        begin: Int32,
+        end: Int32,
+        slots: Int32,
+        stream: CUstream,
+    ):
+        keys = starts.shape[0] * self.of_keys.slices * self.num_proxies
+        parts, index = (value_parts, dk_parts, dq_parts), (tasks, task_ptr, first, starts, ends)
+        rows, results, scales = (counts, queries), (values, dk, dq, kept), (of_keys, of_queries)
+        self.kernel(parts, index, rows, results, scales, (window, begin, end, slots, keys)).launch(
+            grid=(self.num_proxies + keys + self.of_queries.tiles(begin, end), 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(self, parts: tuple, index: tuple, rows: tuple, results: tuple, scales: tuple, numbers: tuple):
+        tile, _, _ = cute.arch.block_idx()
+        value_parts, dk_parts, dq_parts = parts
+        counts, queries = rows
+        values, dk, dq, kept = results
+        window, begin, end, slots, keys = numbers
+        if tile < self.num_proxies:
+            self.of_values.add(tile, value_parts, index, queries, values, (window, begin, end))
+        elif tile < self.num_proxies + keys:
+            place, head = (tile - self.num_proxies) // self.num_proxies, tile % self.num_proxies
+            given = (dk_parts,), index, queries, (kept,), (dk,), scales[0], (window, begin, end)
+            self.of_keys.add(place, head, *given)
+        else:
+            tile -= self.num_proxies + keys
+            self.of_queries.add(tile, dq_parts, counts, queries, dq, scales[1], begin, end, slots)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Gradients of proxies, in fp32, times their upstream scalars, and rounded: those of queries, and those of keys.
+
+    Those of keys are summed over the proxies that share a head of keys, in their order, before they are rounded.
+    """
+
+    dtype: str
+    """Of the results."""
     dim: int
     num_proxies: int
     heads: int
+    """Of keys."""
 
     def fakes(self) -> tuple:
-        """Gradients of proxies, upstream, result."""
+        """Gradients of queries and of keys, upstream, the results of both."""
         tokens = cute.sym_int()
+        gradients = hopper.fake(Float32, (tokens, self.num_proxies, self.dim))
         return (
-            hopper.fake(Float32, (tokens, self.num_proxies, self.dim)),
+            gradients,
+            gradients,
             hopper.fake(Float32, (self.num_proxies,), 4),
+            hopper.fake(TYPES[self.dtype], (tokens, self.num_proxies, self.dim)),
             hopper.fake(TYPES[self.dtype], (tokens, self.heads, self.dim)),
             hopper.fake_stream(),
         )
 
     @cute.jit
-    def __call__(self, gradients: cute.Tensor, upstream: cute.Tensor, result: cute.Tensor, stream: CUstream):
-        places = Int64(result.shape[0]) * (self.heads * self.dim // 4)
-        self.kernel(gradients, upstream, result).launch(
+    def __call__(
+        self,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        upstream: cute.Tensor,
+        to_queries: cute.Tensor,
+        to_keys: cute.Tensor,
+        stream: CUstream,
+    ):
+        places = Int64(to_keys.shape[0]) * (self.heads * self.dim // 4)
+        self.kernel(dq, dk, upstream, to_queries, to_keys).launch(
             grid=(Int32(cute.ceil_div(places, THREADS)), 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, gradients: cute.Tensor, upstream: cute.Tensor, result: cute.Tensor):
+    def kernel(
+        self, dq: cute.Tensor, dk: cute.Tensor, upstream: cute.Tensor, to_queries: cute.Tensor, to_keys: cute.Tensor
+    ):
         thread, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
         place = Int64(tile) * THREADS + thread
+        # A thread has four columns of a head of keys, and of all proxies that share it.
         line = place * 4 // self.dim
         members = self.num_proxies // self.heads
-        if line < Int64(result.shape[0]) * self.heads:
+        if line < Int64(to_keys.shape[0]) * self.heads:
             column = Int32(place * 4 - line * self.dim)
             proxy = Int32(line % self.heads) * members
-            source = gradients.iterator + (line * (members * self.dim) + column)
-            words = [hopper.load_16_bytes(source + i * self.dim) for i in range(members)]
-            sums = [Float32(0.0)] * 4
+            at = line * (members * self.dim) + column
+            of_queries, of_keys = (
+                [hopper.load_16_bytes(x.iterator + (at + i * self.dim)) for i in range(members)] for x in (dq, dk)
+            )
+            zeros = (Float32(0.0),) * 4
+            sums = zeros
             for i in cutlass.range_constexpr(members):
                 factor = upstream[proxy + i]
-                for x in cutlass.range_constexpr(4):
-                    sums[x] += float_of(words[i][x]) * factor
-            store_numbers(result.iterator + place * 4, tuple(sums), self.dtype)
+                one = add_product(zeros, of_queries[i], factor)
+                store_numbers(to_queries.iterator + (at + i * self.dim), one, self.dtype)
+                sums = add_product(sums, of_keys[i], factor)
+            store_numbers(to_keys.iterator + place * 4, sums, self.dtype)
 
 
-def variants() -> list[Deltas | Slots | SumQueries | SumKeys | SumValues | Scale]:
+def add_product(sums: tuple, words: tuple, factor: Float32) -> tuple:
+    """Four sums, each with an fp32 times the factor added."""
+    return tuple(total + float_of(word) * factor for total, word in zip(sums, words, strict=True))
+
+
+def variants() -> list[Deltas | SumQueries | SumKeys | SumValues | SumProxies | Scale]:
     """Every kind of variant that the package is tested with."""
     shapes = [(16, 2, 4), (8, 2, 4), (4, 2, 4), (16, 1, 1), (16, 2, 2), (4, 4, 4), (16, 4, 2)]
-    found: list = [Slots(slots, 128) for slots in (1, 5, 16, 32)]
+    found: list = []
     for dtype in hopper.DTYPES:
         for dim in (64, 128):
             found.append(Deltas(dtype, dim))
@@ -709,5 +822,6 @@ def variants() -> list[Deltas | Slots | SumQueries | SumKeys | SumValues | Scale
             for proxies, selections in ((4, 4), (4, 1), (1, 1)):
                 found.append(SumQueries(dtype, "float32", dim, 1, proxies, selections, True, True))
                 found.append(SumKeys("float32", dim, 128, proxies, selections, proxies, 1, True))
+                found.append(SumProxies(dtype, dim, 128, proxies, selections))
                 found += [SumValues(128, proxies, selections), Scale(dtype, dim, proxies, 1)]
     return list(dict.fromkeys(found))

@@ -13,8 +13,10 @@ from torch import Tensor
 
 TILE = 256
 """A window is a multiple of so many tokens: what one thread block of the index counts."""
-TASK = 1088
-"""The most edges of a task of the index."""
+SHORTEST, LONGEST = 512, 2048
+"""Bounds of what `task_length` gives."""
+TASKS = 480
+"""So many tasks were best at 4,096 to 32,768 tokens: fewer leave multiprocessors idle at the end, more cost sums."""
 PARTIAL_BYTES = 2**31
 """The most that single blocks' results of a forward pass take, unless one window of gradients has more."""
 PART_BYTES = 3 * 2**29
@@ -41,6 +43,11 @@ class Sizes(NamedTuple):
         return self.tokens * self.selections * self.slots
 
     @property
+    def task(self) -> int:
+        """The most edges of a task of the index."""
+        return task_length(self.edges)
+
+    @property
     def whole(self) -> int:
         """The most whole blocks."""
         return self.tokens // self.block_size
@@ -55,14 +62,14 @@ class Sizes(NamedTuple):
         return -(-self.tokens // window)
 
     def tasks(self, window: int) -> int:
-        """Room for those of the index: any of its rows can have one more than its edges fill."""
-        return self.edges // TASK + self.windows(window) * self.selections * self.ids
+        """Room for those of the index."""
+        return most_tasks(self.edges, self.windows(window) * self.selections * self.ids)
 
     def items(self, units: int, window: int) -> int:
         """The most items of work that a window can have, for so many units of heads."""
         tokens = min(window, self.tokens)
         edges = tokens * self.selections * self.slots
-        remote = (edges // TASK + min(self.selections * self.whole, edges)) * (units // self.selections)
+        remote = (edges // self.task + min(self.selections * self.whole, edges)) * (units // self.selections)
         return remote + units * min(self.ids, tokens // self.block_size + self.spare)
 
 
@@ -85,6 +92,21 @@ def sizes(blocks: Tensor, cu_seqlens: Tensor | None, block_size: int) -> Sizes:
     return Sizes(
         batch * sequence, selections, slots, number_of_ids(batch * sequence, documents, block_size), block_size
     )
+
+
+def task_length(edges: int) -> int:
+    """The most edges that a task may have, in an index with room for so many; a multiple of 64 between the bounds.
+
+    The longer tasks are, the less often is a block read and the fewer parts are there to sum; but there must be some
+    for each multiprocessor. On an H200, with 16 slots and 4 proxies, 512 edges took least time at 4K tokens, 960 to
+    1,088 at 8K and 1,536 to 2,048 from 16K on.
+    """
+    return min(max(edges // TASKS // 64 * 64, SHORTEST), LONGEST)
+
+
+def most_tasks(edges: int, rows: int) -> int:
+    """Those of an index, whatever their length: any of its rows can have one more than its edges fill."""
+    return edges // SHORTEST + rows
 
 
 def number_of_ids(tokens: int, documents: int, block_size: int) -> int:
@@ -111,8 +133,9 @@ def part_window(size: Sizes, parts: Parts, q: Tensor) -> int:
     most = max(PART_BYTES, PART_SHARE * q.numel() * q.element_size())
     fixed = parts.item_bytes * parts.units * (size.whole + size.spare)
     lines = parts.units * parts.group * size.slots
-    # A task has TASK edges of a unit, an own item the tokens of a block.
-    items = -(-parts.item_bytes * parts.units * (size.slots * size.block_size + TASK) // (TASK * size.block_size))
+    # A task has so many edges of a unit, an own item the tokens of a block.
+    task, block = size.task, size.block_size
+    items = -(-parts.item_bytes * parts.units * (size.slots * block + task) // (task * block))
     fitting = min(max(most - fixed, most // 4) // (parts.line_bytes * lines + items), MOST_LINES // lines)
     number = -(-size.tokens // max(fitting // TILE * TILE, TILE))
     return -(-size.tokens // (number * TILE)) * TILE

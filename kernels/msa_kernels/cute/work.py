@@ -13,24 +13,11 @@ from jaxtyping import Float32 as Scalars
 from jaxtyping import Int32 as Ids
 from torch import Tensor
 
-from msa_kernels.cute import sums
 from msa_kernels.cute.attend import Problem, Window, attend, room
-from msa_kernels.cute.compile import load
-from msa_kernels.cute.index import Index, build
+from msa_kernels.cute.index import Index, Rows, build
 from msa_kernels.cute.layout import make_layout
 from msa_kernels.cute.merge import merge
 from msa_kernels.cute.windows import Sizes, forward_window
-
-
-class Rows(NamedTuple):
-    """Which of a query's slots hold parts."""
-
-    own_slot: Ids[Tensor, "batch selection query"]
-    """The slot of the query's own block, or -1."""
-    counts: Ids[Tensor, "batch selection query"]
-    """How many slots, from the first on."""
-    queries: Ids[Tensor, "selection"] | None
-    """How many queries have any: what a mean over queries divides by. None in a backward pass."""
 
 
 class Work(NamedTuple):
@@ -66,27 +53,18 @@ def prepare(
     cu_seqlens: Ids[Tensor, "offsets"] | None,
     block_size: int,
     window: int,
-) -> Work:
-    """Grid and index of a selection."""
+) -> tuple[Work, Rows]:
+    """Grid, index and rows of a selection."""
     grid = make_layout(cu_seqlens, q.shape[0], q.shape[1], block_size, q.device)
     blocks = blocks.contiguous()
     problem = Problem(flat(q), flat(k), None if v is None else flat(v), blocks, block_size, *grid)
-    return Work(problem, build(blocks, *grid[:2], window, block_size=block_size), window)
+    index, rows = build(blocks, *grid[:2], window, block_size=block_size)
+    return Work(problem, index, window), rows
 
 
 def flat(x: Float[Tensor, "batch sequence head dim"]) -> Float[Tensor, "token head dim"]:
     """Contiguous, as kernels take it."""
     return x.contiguous().flatten(0, 1)
-
-
-def make_rows(problem: Problem) -> Rows:
-    """Which slots of every query hold a block, for the sums, and where its own one stands."""
-    blocks = problem.blocks
-    own_slot, counts = (torch.empty(blocks.shape[:3], dtype=torch.int32, device=blocks.device) for _ in "ab")
-    queries = torch.zeros(blocks.shape[1], dtype=torch.int32, device=blocks.device)
-    kernel = sums.Slots(blocks.shape[3], problem.block_size)
-    load(kernel)(blocks, problem.first, problem.starts, own_slot, counts, queries)
-    return Rows(own_slot, counts, queries)
 
 
 def kept(work: Work, rows: Rows) -> list[Tensor]:

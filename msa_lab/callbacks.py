@@ -35,7 +35,12 @@ class StepMetrics(L.Callback):
 
 
 class Validation(L.Callback):
-    """Scores the fixed validation rows every `validate_every` steps and at the end."""
+    """Scores the fixed validation rows every `validate_every` steps and at the end.
+
+    Metrics: `validation/loss` (nats per scored token), `validation/bits_per_byte` and `validation/accuracy` where the
+    task has them. A model with proxies is dense in its warm-up phase, another model than it will be: its scores are
+    then `validation/warmup/loss` and so on, so that no curve takes the switch for learning.
+    """
 
     def __init__(self, data: Data) -> None:
         self.data = data
@@ -52,13 +57,15 @@ class Validation(L.Callback):
             self.latest = score(
                 pl_module.model, self.data, pl_module.run_config, train.validation_batches, sparse=sparse
             )
-        metrics = {"validation/loss": self.latest["validation_loss"]}
+        dense = not sparse and pl_module.run_config.model.proxy_layers
+        group = "validation/warmup" if dense else "validation"
+        metrics = {f"{group}/loss": self.latest["validation_loss"]}
         if self.latest["bits_per_byte"] is not None:
-            metrics["validation/bits_per_byte"] = self.latest["bits_per_byte"]
+            metrics[f"{group}/bits_per_byte"] = self.latest["bits_per_byte"]
         if self.latest["accuracy_by_distance"]:
             answers = self.latest["accuracy_by_distance"].values()
             asked = sum(a["questions"] for a in answers)
-            metrics["validation/accuracy"] = sum(a["accuracy"] * a["questions"] for a in answers) / asked
+            metrics[f"{group}/accuracy"] = sum(a["accuracy"] * a["questions"] for a in answers) / asked
         if trainer.logger is not None:
             trainer.logger.log_metrics(metrics, step)
 

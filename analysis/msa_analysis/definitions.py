@@ -97,13 +97,32 @@ DEFINITIONS = [
         "… since training step",
         "The first record from which the strength beyond untrained proxies stays above 0, interval and all, to the "
         "end. Beside it the record before: it happened between the two.",
-        "None.",
+        "Not defined where the last record is not above 0; by chance it is in about 1 of 40 models.",
     ),
     Definition(
         "eta_squared",
         "Variance between proxies",
-        "Share of the variance of log2 distance that lies between proxies, corrected for bias.",
+        "Share of the variance of log2 distance that lies between proxies, corrected for bias: the specialization "
+        "strength without bins.",
+        "0. The p-value comes from relabelling proxies within documents, whole documents at a time.",
+    ),
+    Definition(
+        "eta_squared_excess",
+        "… beyond untrained proxies",
+        "The same minus that of the untrained proxies at the first record.",
+        "0: training made the proxies no more different.",
+    ),
+    Definition(
+        "eta_squared_heads",
+        "… of single heads",
+        "The same between the attention heads, of each head's own top blocks.",
         "0.",
+    ),
+    Definition(
+        "eta_squared_share",
+        "… as a share of the heads'",
+        "The proxies' share of variance over that of the single heads.",
+        "None. Not defined where the heads themselves do not differ.",
     ),
     Definition(
         "overlap",

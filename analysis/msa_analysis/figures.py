@@ -191,7 +191,8 @@ def loss_curves(
 ) -> Figure:
     """Training cross-entropy and validation quality against the step, a line a run, coloured by arm.
 
-    Takes `Evidence.metrics()`; the corpus' bigram table is drawn where its bits per byte are given.
+    Takes `Evidence.metrics()`; the corpus' bigram table is drawn where its bits per byte are given. Validation of the
+    warm-up phase, in which a model with proxies attends densely, is a line of its own, dotted.
     """
     scored, unit = "validation/bits_per_byte", "bits per byte"
     if not (metrics["name"] == scored).any():
@@ -203,6 +204,10 @@ def loss_curves(
         _lines(axis, metrics[metrics["name"] == name], colours, marker=marker)
         _mark(axis, switches)
         axis.set(title=title_, xlabel="optimizer step", ylabel=label)
+    warmup = metrics[metrics["name"] == scored.replace("validation/", "validation/warmup/")]
+    if len(warmup):
+        _lines(axes[1], warmup, colours, marker=".", linestyle=":")
+        axes[1].set(title="validation (dotted: dense attention, in the warm-up)")
     if np.isfinite(bigram) and unit == "bits per byte":
         axes[1].axhline(bigram, ls="--", color=NULL, label="bigram table")
     return finish(figure, axes, title)
@@ -274,10 +279,10 @@ def _with_interval(axis: Axes, x: np.ndarray, line: pd.DataFrame, colour: object
     axis.errorbar(x, line["value"], yerr=bars, color=colour, label=label, marker=".", capsize=2, elinewidth=1)
 
 
-def _lines(axis: Axes, frame: pd.DataFrame, colours: dict, *, marker: str) -> None:
+def _lines(axis: Axes, frame: pd.DataFrame, colours: dict, *, marker: str, linestyle: str = "-") -> None:
     """A line a run in the colour of its arm."""
     style = {"hue": "arm", "palette": colours, "units": "run", "estimator": None, "marker": marker or None}
-    sns.lineplot(frame, x="step", y="value", ax=axis, markeredgewidth=0, **style)
+    sns.lineplot(frame, x="step", y="value", ax=axis, markeredgewidth=0, linestyle=linestyle, **style)
     if legend := axis.get_legend():
         legend.remove()
 

@@ -65,7 +65,7 @@ def pictures(evidence: Evidence, verdict: Verdict) -> Iterator[Picture]:
             "kl", "How well proxies imitate their heads", text, figures.kl_curves(data, switches=switches), data
         )
     if len(metrics):
-        data = metrics[metrics["name"].isin(["train/ce", "validation/loss", "validation/bits_per_byte"])]
+        data = metrics[metrics["name"].str.fullmatch("train/ce|validation/(warmup/)?(loss|bits_per_byte)")]
         bigram = float(evidence.table["bigram_bits_per_byte"].astype(float).mean())
         drawn = figures.loss_curves(data, bigram=bigram, colours=colours, switches=switches)
         text = "A line a run. A stem is the dense beginning that forks share."

@@ -162,9 +162,10 @@ def group_divergence(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFr
 
 def teacher_entropy(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
     """How spread out the dense attention of a proxy's group is: `teacher_entropy`, in nats over blocks, of the mean of
+    its heads; mean over queries. Null: log of the visible blocks, attention spread evenly, which is its most.
 
     Interval and its rules: `specialization`. Proof: `experiments/planted`.
-    its heads; mean over queries. Null: log of the visible blocks, attention spread evenly, which is its most."""
+    """
     sums, names = tallied(data, "entropy", "log_visible", "all_rows"), ("entropy", "log_visible")
     own, most = (ratio(name, "all_rows") for name in names)
     why = "the log holds no entropy of the dense attention"

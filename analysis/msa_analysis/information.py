@@ -27,18 +27,16 @@ def _plug_in(counts: Float[np.ndarray, "*lead label bin"]) -> Float[np.ndarray, 
     return terms.sum((-2, -1))
 
 
-def moments(sums: xr.Dataset) -> xr.DataArray:
-    """Number, sum and sum of squares of the proxies' log2 distances (slots with distance >= 1), by `moment`."""
-    names = ("log_slots", "log_distance", "log_distance2")
-    return xr.concat([sums[name].sel(source="proxy", drop=True) for name in names], "moment")
+MOMENTS = ("log_slots", "log_distance", "log_distance2")
+"""Number, sum and sum of squares of log2 distances (slots with distance >= 1)."""
 
 
-def eta_squared(of: xr.DataArray) -> xr.DataArray:
-    """Between-proxy share of the variance of log2 distance, plug-in, from its `moments`."""
-    return xr.apply_ufunc(_eta_squared, of, input_core_dims=[["proxy", "moment"]])
+def eta_squared(moments: xr.DataArray, of: str = "proxy") -> xr.DataArray:
+    """Share of the variance of log2 distance that lies between the labels `of`, plug-in, from its MOMENTS."""
+    return xr.apply_ufunc(_eta_squared, moments, input_core_dims=[[of, "moment"]])
 
 
-def _eta_squared(of: Float[np.ndarray, "*lead proxy moment"]) -> Float[np.ndarray, "*lead"]:
+def _eta_squared(of: Float[np.ndarray, "*lead label moment"]) -> Float[np.ndarray, "*lead"]:
     with np.errstate(divide="ignore", invalid="ignore"):
         count, first, second = np.moveaxis(of, -1, 0)
         centre = first.sum(-1) ** 2 / count.sum(-1)

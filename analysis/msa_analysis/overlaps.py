@@ -66,9 +66,10 @@ def _beyond(name: str, less: str) -> Statistic:
 
 def fixed_choice(data: xr.Dataset, *, pool: Sequence[str] = ()) -> pd.DataFrame:
     """`fixed_choice`: how alike one proxy chooses at the same position of two documents, as kappa: 0 is uniform choice
+    (the null), 1 is a choice that heeds the position alone, whatever is written.
 
     Interval and its rules: `specialization`. Proof: `experiments/planted`.
-    (the null), 1 is a choice that heeds the position alone, whatever is written."""
+    """
     sums = tallied(data, *PAIRS[3:])
     itself = xr.DataArray(np.eye(sums.sizes["proxy"], dtype=bool), dims=("proxy", "other"))
     positional = _beyond("shared_other", "chance_other")

@@ -30,11 +30,13 @@ from msa_lab.runs import Run
 NAMES = ("runs", "rows", "curve", "answers", "training", "end", "costs")
 """Every table that a run may have; see `reduce_run`."""
 METRICS = (
-    *("mutual_information", "mutual_information_excess", "eta_squared", "kappa", "positional", "content"),
+    *("mutual_information", "mutual_information_excess", "eta_squared", "eta_squared_excess"),
+    *("kappa", "positional", "content"),
     *("recency", "excess_recency", "block_recall", "recall_excess", "coverage_over_window"),
 )
 """What is kept of `specialization.dynamics`."""
 CURVE = ("train/ce", "train/kl", "validation/loss", "validation/bits_per_byte", "validation/accuracy")
+CURVE += ("validation/warmup/loss", "validation/warmup/bits_per_byte", "validation/warmup/accuracy")
 POINTS = 60
 """Points kept of a curve of training; of validations every one."""
 

@@ -11,11 +11,11 @@ over before the interval is taken: ("proxy",) gives a number a layer, ("layer", 
 Student's t has the freedom of the documents that have a case, as at a place that only long ones reach. Where a metric
 is a rate, the interval allows for skewness (`statistics.jackknife_skewed`), so that its ends are not equally far; it is
 not defined at exactly 0 or 1, with fewer than four documents that have a case, nor where it would rest on fewer than
-two. That of a squared statistic (information, variance share) needs six documents. `positional`, `fixed_choice` and
-`mutual_information_excess` are made of pairs of documents: their intervals tell what a document brings from what a pair
-does (`statistics.pair_shrinkage`). Each null has one test: the p-value where there is one, else the interval. That
-every metric recovers planted answers, and how often its interval covers and its null is rejected, is measured in
-`experiments/planted`.
+two. That of a squared statistic (information, variance share) needs six documents. `positional`, `fixed_choice`,
+`mutual_information_excess` and `eta_squared_excess` are made of pairs of documents: their intervals tell what a
+document brings from what a pair does (`statistics.pair_shrinkage`). Each null has one test: the p-value where there is
+one, else the interval. That every metric recovers planted answers, and how often its interval covers and its null is
+rejected, is measured in `experiments/planted`.
 
 By subject: `profiles` (where proxies look), `fidelity` (do they find what their heads want), `overlaps` (are choices
 alike), `division` (do proxies divide the labour), `heads` (do the heads differ), `training` (since when; collapse).

@@ -13,6 +13,7 @@ import numpy as np
 import xarray as xr
 
 from msa_analysis.choices import Rows, by_slot, counting_rows
+from msa_analysis.information import MOMENTS
 from msa_analysis.pair_sums import NEXT, PAIRED, pairs
 from msa_analysis.sums import COUNTS, MASSES, MASSES_BY_BIN, PIECE, Layer, layer_sums, spread
 
@@ -26,9 +27,7 @@ _PAIR, _HEADS = (*_OWN, "other"), (*_HEAD, "other_head")
 _FIRST = (
     "slots",
     "closeness",
-    "log_slots",
-    "log_distance",
-    "log_distance2",
+    *MOMENTS,
     "first_block",
     "chance_first_block",
     "rows",
@@ -42,7 +41,8 @@ DIMS = (
     | dict.fromkeys((*COUNTS, *MASSES_BY_BIN), _BIN)
     | {f"{name}_by_position": _POSITION for name in (*COUNTS, *MASSES)}
     | dict.fromkeys(("shared", "chance_shared", "shared_here", *NEXT, *NEXT.values()), _PAIR)
-    | {"head_bins": (*_HEAD, "bin"), "head_slots": _HEAD, "head_shared": _HEADS, "head_chance_shared": _HEADS}
+    | {f"head_{name}": _HEAD for name in ("slots", *MOMENTS)}
+    | {"head_bins": (*_HEAD, "bin"), "head_shared": _HEADS, "head_chance_shared": _HEADS}
 )
 """Dimensions of every sum, after step and layer."""
 
@@ -69,9 +69,9 @@ def tally(
     `slots_next`, `chance_next`. Likewise with the record before: `kept_here`, `kept_other` (chosen by the same proxy
     then, in the same, in the second document), of `kept_slots`.
     Over all counting rows (`all_rows`): `divergence` between the heads of a group, `entropy` of their mean dense mass,
-    `log_visible` (its most: log of the visible blocks). Of the last record: `head_bins` (as `bins`, for the single
-    heads' own top blocks), `head_shared`, `head_chance_shared`, `head_slots`, and by random `regrouping`
-    `regrouped_divergence`.
+    `log_visible` (its most: log of the visible blocks). Of the last record: `head_bins`, `head_slots`,
+    `head_log_slots`, `head_log_distance`, `head_log_distance2` (as those above, for the single heads' own top blocks),
+    `head_shared`, `head_chance_shared`, and by random `regrouping` `regrouped_divergence`.
 
     Raises:
         ValueError: The log holds no record or no query, or min_visible does not exceed top_k_blocks.
@@ -148,7 +148,8 @@ def _head_sums(heads: np.ndarray, rows: Rows) -> dict[str, np.ndarray]:
     for piece in rows.parts(PIECE // max(documents * count * slots, 1)):
         ids = by_slot(heads, piece)
         shared = pairs(ids, piece, elsewhere=False)
-        part = {"bins": spread(ids, piece)["bins"], "slots": (ids >= 0).sum((-2, -1)).astype(float), **shared}
+        far = spread(ids, piece)
+        part = {name: far[name] for name in ("bins", "slots", *MOMENTS)} | shared
         for name, value in part.items():
             total[f"head_{name}"] = total.get(f"head_{name}", 0) + value
     return total

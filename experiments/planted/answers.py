@@ -9,8 +9,11 @@ import itertools
 
 import numpy as np
 from jaxtyping import Float
-from populations import BLOCKS, DIVERGENCE, ENTROPY, OWN_MASS, SLOTS, Population
+from populations import BLOCKS, DIVERGENCE, ENTROPY, OWN_MASS, SLOTS, STEP, Population
 from truth import BIN, CHANCE, DISTANCE, NUM_BINS, OWNS, PARTS, VISIBLE, Truth, X
+
+TINY = 1e-9
+"""What rounding may leave of 0."""
 
 
 def information(table: Float[np.ndarray, "label bin"]) -> float:
@@ -26,7 +29,7 @@ def information(table: Float[np.ndarray, "label bin"]) -> float:
 def truths(population: Population) -> dict[str, float]:
     """Metric (with its bin, part, position or proxy in brackets) and true value, mean over proxies (or pairs)."""
     t = Truth(population)
-    return _places(t) | _sink(t) | _strength(t) | _recall(t) | _mass(t) | _alike(t) | _heads(t)
+    return _since(t) | _places(t) | _sink(t) | _strength(t) | _recall(t) | _mass(t) | _alike(t) | _heads(t)
 
 
 def _places(t: Truth) -> dict[str, float]:
@@ -53,10 +56,26 @@ def _strength(t: Truth) -> dict[str, float]:
         found[f"proxy_information[{p}]"] = float((mine[used] * np.log2(mine[used] / share.mean(0)[used])).sum())
     if t.of.first:
         found["mutual_information_excess"] = own - information(t.table("first", BIN, NUM_BINS))
+    found |= {"eta_squared": _between(t, "proxy"), "eta_squared_teacher": _between(t, "teacher")}
+    if t.of.first:
+        found["eta_squared_excess"] = found["eta_squared"] - _between(t, "first")
+    return found
+
+
+def _between(t: Truth, name: str) -> float:
+    """Between-label share of the variance of log2 distance; labels have as many slots each."""
     far = np.log2(np.maximum(DISTANCE, 1))
-    mean, square = t.mean_of("proxy", far), t.mean_of("proxy", far**2)
-    total = square.mean() - mean.mean() ** 2  # proxies have as many slots each
-    return found | {"eta_squared": float(mean.var() / total) if total > 1e-9 else np.nan}
+    mean, square = t.mean_of(name, far), t.mean_of(name, far**2)
+    total = square.mean() - mean.mean() ** 2
+    return float(mean.var() / total) if total > TINY else np.nan
+
+
+def _since(t: Truth) -> dict[str, float]:
+    """`emergence` of what grows after `first`; only where there is more than one record at which chance could err."""
+    if t.of.records[0] < 2:
+        return {}
+    grown = [name for name, value in _strength(t).items() if name.endswith("_excess") and value > TINY]
+    return {f"emergence[{name}]": float(STEP * t.of.records[0]) for name in grown}
 
 
 def _recall(t: Truth) -> dict[str, float]:
@@ -66,11 +85,11 @@ def _recall(t: Truth) -> dict[str, float]:
     found = {"block_recall": float(rate[0].mean()), "recall_excess": float((rate[0] - rate[1]).mean())}
     for b in range(1, NUM_BINS):
         held = (wanted * (b == BIN)).sum()
-        if held > 1e-9:
+        if held > TINY:
             found[f"recall_by_distance[{b}]"] = float((hits * (b == BIN)).sum() / held)
     for i in range(PARTS):
         rows = i == OWNS * PARTS // BLOCKS
-        if wanted[:, rows].sum() > 1e-9:
+        if wanted[:, rows].sum() > TINY:
             found[f"recall_by_position[{i}]"] = float(hits[:, rows].sum() / wanted[:, rows].sum())
     return found
 
@@ -85,7 +104,10 @@ def _alike(t: Truth) -> dict[str, float]:
     if pairs := _pairs(t):
         names = ("overlap", "kappa", "positional", "content")
         found |= dict(zip(names, np.mean(list(pairs.values()), 0).tolist(), strict=True))
-        twins = np.array([max(pairs[both][1] for both in pairs if p in both) for p in range(proxies)])
+        others = [sorted(pairs[both][1] for both in pairs if p in both) for p in range(proxies)]
+        twins = np.array([kappas[-1] for kappas in others])
+        # Of pairs that are about as much alike the largest estimate is too large: no twin is planted there.
+        found |= {f"twin[{p}]": k[-1] for p, k in enumerate(others) if len(k) < 2 or k[-1] - k[-2] > CLEAR}
     return found | _kept(t) | _alarm(t, fixed, twins)
 
 
@@ -161,7 +183,7 @@ def _coverage(suffix: str, own: float, random: float, window: float) -> dict[str
         f"coverage{suffix}": own,
         f"coverage_window{suffix}": window,
         f"coverage_over_random{suffix}": (own - random) / (1 - random),
-        f"coverage_over_window{suffix}": (own - window) / (1 - window) if window < 1 - 1e-9 else np.nan,
+        f"coverage_over_window{suffix}": (own - window) / (1 - window) if window < 1 - TINY else np.nan,
     }
 
 
@@ -172,7 +194,7 @@ def _reached(t: Truth, wanted: np.ndarray, hits: np.ndarray, newest: np.ndarray)
     for b in range(1, NUM_BINS):
         sums = [(of * (b == BIN)).sum() for of in (wanted, hits, wanted * CHANCE[:, None], newest)]
         found[f"captured_mass_by_distance[{b}]"] = each * sums[1] / len(wanted)
-        if sums[0] > 1e-9:
+        if sums[0] > TINY:
             found |= _coverage(f"_by_distance[{b}]", *(float(s / sums[0]) for s in sums[1:]))
             del found[f"coverage_window_by_distance[{b}]"]
     return found
@@ -185,9 +207,9 @@ def _kept(t: Truth) -> dict[str, float]:
     here, proxies = t.rows.sum(0), range(len(t.of.lean))
     there, has = here**2, np.where(here > 0, here, 1)
     same = [(t.rows * t.kept(p)).sum(0) / has for p in proxies]
-    other = [t.elsewhere(p, p, "first") for p in proxies]
+    other = [t.elsewhere(p, p, "before") for p in proxies]
     again = [[float((there * each).sum() / (SLOTS * there.sum())) for each in kind] for kind in (same, other)]
-    rescaled = [(s - o) / (1 - o) if o < 1 - 1e-9 else np.nan for s, o in zip(*again, strict=True)]
+    rescaled = [(s - o) / (1 - o) if o < 1 - TINY else np.nan for s, o in zip(*again, strict=True)]
     return {"churn": 1 - float(np.mean(again[0])), "stability": float(np.mean(rescaled))}
 
 
@@ -197,6 +219,7 @@ def _heads(t: Truth) -> dict[str, float]:
     if not heads:
         return {}
     table, here = t.table("head", BIN, NUM_BINS), t.rows.sum(0)
+    variance = _between(t, "head")
     has = np.where(here > 0, here, 1)
     shared = {pair: (t.rows * t.heads_share(*pair)).sum(0) / has for pair in itertools.combinations(range(heads), 2)}
     size, own = heads // groups, information(table)
@@ -204,7 +227,9 @@ def _heads(t: Truth) -> dict[str, float]:
     within = [value for (i, j), value in kappa.items() if i // size == j // size]
     found = {
         "mutual_information_heads": own,
-        "mutual_information_share": information(t.table("proxy", BIN, NUM_BINS)) / own if own > 1e-9 else np.nan,
+        "mutual_information_share": information(t.table("proxy", BIN, NUM_BINS)) / own if own > TINY else np.nan,
+        "eta_squared_heads": variance,
+        "eta_squared_share": _between(t, "proxy") / variance if variance > TINY else np.nan,
         "overlap_heads": float(np.mean([(here * each).sum() / (SLOTS * here.sum()) for each in shared.values()])),
         "kappa_heads": float(np.mean(list(kappa.values()))),
         "teacher_entropy": ENTROPY * float((here * np.log(1 + OWNS)).sum() / here.sum()),

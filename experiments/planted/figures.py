@@ -23,6 +23,8 @@ SCALARS = (
     "mutual_information_excess",
     "mutual_information_heads",
     "eta_squared",
+    "eta_squared_excess",
+    "eta_squared_heads",
     "group_information_excess",
     "kappa",
     "positional",
@@ -129,7 +131,7 @@ def rejections(null: pd.DataFrame) -> Figure:
         axis.errorbar(some["rejected"], some.index, xerr=error, fmt="o", ms=3, lw=0.8, color=colour)
     labels = [f"{row.metric.replace('_', ' ')} ({row.test}): {row.scenario}" for row in part.itertuples()]
     axis.set_yticks(range(len(part)), labels, fontsize=6)
-    axis.set_xlabel("share of null runs rejected at 5 % (band: 3 to 7 %)", fontsize=8)
+    axis.set_xlabel("share of null runs rejected at 5 % (band: 3 to 7 %; one-sided: half of both)", fontsize=8)
     return figure
 
 

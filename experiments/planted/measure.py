@@ -45,7 +45,7 @@ def likeness(sums: xr.Dataset) -> pd.DataFrame:
     parts = [
         specialization.overlap(sums),
         _tables(sums, (specialization.churn, specialization.fixed_choice), ("proxy",)),
-        alarms[alarms["metric"] == "collapse"],
+        alarms[alarms["metric"].isin(["twin", "collapse"])].drop(columns="other"),
     ]
     return pd.concat(parts, ignore_index=True)
 
@@ -85,10 +85,13 @@ ALL: tuple[Measure, ...] = (looks, likeness, strength, heads)
 def measured(
     population: Population, *, runs: int, documents: int, seed: Sequence[int], measures: Sequence[Measure] = ALL
 ) -> pd.DataFrame:
-    """COLUMNS for so many runs, at their last record."""
+    """COLUMNS for so many runs, at their last record; with `emergence` of what was measured, where there are more."""
     log = draw(population, runs=runs, documents=documents, rng=np.random.default_rng(seed))
     sums = tally(log)
     frame = pd.concat([_named(measure(sums)) for measure in measures], ignore_index=True)
+    if log.sizes["step"] > 1:
+        since = specialization.emergence(frame)
+        frame = pd.concat([frame, since.assign(metric="emergence[" + since["of"] + "]")], ignore_index=True)
     return frame[frame["step"] == log["step"].values[-1]].rename(columns={"layer": "run"})[COLUMNS]
 
 

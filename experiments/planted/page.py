@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -33,10 +33,11 @@ def draw_page(tables: Tables, rates: Mapping[str, np.ndarray], folder: Path) -> 
             save(figure, folder / f"{name}.{kind}", kind=kind, dpi=110)
 
 
-def write_page(tables: Tables, target: Path, command: str) -> None:
+def write_page(tables: Tables, target: Path, commands: Sequence[str]) -> None:
     """The short tables, and first of all what is not as it should be."""
+    made = ", then ".join(f"`python experiments/planted/{command}`" for command in commands)
     parts = [
-        f"# Planted answers: tables\n\nMade by `python experiments/planted/{command}`; not to be edited.",
+        f"# Planted answers: tables\n\nMade by {made}; not to be edited.",
         _verdict(tables),
         _metrics(tables),
         _nulls(tables["null"]),
@@ -60,8 +61,8 @@ def _verdict(tables: Tables) -> str:
         f"- Coverage: {int(measured['inside'].sum())} of {len(measured)} within {low} to {high} %; "
         f"{int(measured['outside'].sum())} outside by more than the simulation's own three standard errors."
         f" {int(cover['exact'].sum())} more are exact in every run.",
-        f"- Nulls: {int(null['inside'].sum())} of {len(null)} rejected in {least} to {most} % of runs; "
-        f"{int(null['outside'].sum())} outside by more than three standard errors.",
+        f"- Nulls: {int(null['inside'].sum())} of {len(null)} rejected in {least} to {most} % of runs"
+        f" (one-sided: half); {int(null['outside'].sum())} outside by more than three standard errors.",
     ]
     wrong = bias[~bias["unbiased"]].merge(cover[["scenario", "metric", "coverage"]], on=["scenario", "metric"])
     text = "\n".join(lines)
@@ -116,7 +117,8 @@ def _metrics(tables: Tables) -> str:
 
 def _nulls(null: pd.DataFrame) -> str:
     note = (
-        "A null that holds should be rejected in 5 % of the runs, by the one test that `test` names; `low`, `high`:"
+        "A null that holds should be rejected in 5 % of the runs (what is one-sided: in half as many), by the one test"
+        " that `test` names; `low`, `high`:"
         " 95 % interval of the simulation, whose own standard error is 0.7 points in 1,000 runs."
     )
     return f"## Nulls\n\n{note}\n\n" + _markdown(null.sort_values(["metric", "scenario"])[_NULL])

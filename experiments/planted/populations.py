@@ -15,6 +15,8 @@ from jaxtyping import Float, Int
 
 BLOCK, BLOCKS, SLOTS = 2, 24, 2
 """Tokens a block; blocks of a full document; learned slots a row."""
+STEP = 100
+"""Training steps from record to record."""
 OWN_MASS = 0.3
 """Dense attention on the own block."""
 TOP_K = SLOTS + 1
@@ -43,13 +45,17 @@ class Population:
     own: float = 0.0
     """Standard deviation, over documents, of each proxy's own lean."""
     first: tuple[float, ...] | None = None
-    """Leans at an earlier record of the same documents (their effects stay); None: one record."""
+    """Leans at earlier records of the same documents (their effects stay); None: there are none."""
+    records: tuple[int, int] = (1, 1)
+    """How many records have `first`, and how many then have `lean`."""
     teacher: tuple[float, ...] | None = None
     """Leans of the teacher's own top blocks, with the document's effects on the proxy; None: as the proxies."""
     heads: tuple[float, ...] = ()
     """Leans of single heads; each has an effect of its own a document, as the proxies have."""
     copy: tuple[float, float] | None = None
     """Beta parameters of the document's probability that a proxy's row is copied (second 0: always); None: never."""
+    copiers: tuple[int, ...] | None = None
+    """Proxies that copy; None: all."""
     source: str = "document"
     """What is copied. `document`: uniform draws, a row, shared by the proxies; `place`: distances STRIDE, 2 STRIDE,
     alike in every document; `teacher`: the proxy's teacher's row."""
@@ -62,6 +68,18 @@ class Population:
     """Lean that the longest documents have over the shortest (half of it above, half below none)."""
     seeds: float = 0.0
     """Standard deviation, over runs, of the factor (mean 1) on `lean`: training differs by seed."""
+
+    @property
+    def copies(self) -> Float[np.ndarray, " proxy"]:
+        """1 for proxies that copy, 0 for the others."""
+        proxies = np.arange(len(self.lean))
+        return np.isin(proxies, proxies if self.copiers is None else self.copiers).astype(float)
+
+    @property
+    def course(self) -> list[tuple[float, ...]]:
+        """Leans at each record."""
+        first = [] if self.first is None else [self.first] * self.records[0]
+        return [*first, *[self.lean] * self.records[1]]
 
     def longer(self, length: np.ndarray) -> np.ndarray:
         """Lean of documents of a length over the middle."""
@@ -79,12 +97,12 @@ def draw(population: Population, *, runs: int, documents: int, rng: np.random.Ge
     factor = 1 + population.seeds * rng.normal(size=(runs, 1, 1))
     source = _chosen(np.zeros((*size, 1)), rng)
     selected, wanted = [], []
-    for leans in (leans for leans in (population.first, population.lean) if leans is not None):
+    for leans in population.course:
         teacher = leans if population.teacher is None else population.teacher
         wanted.append(_chosen(np.asarray(teacher) + effect, rng))
         own = _chosen(np.asarray(leans) * factor + effect, rng)
         copied = {"document": source, "place": _strided(), "teacher": wanted[-1]}[population.source]
-        taken = rng.random((*size, proxies, BLOCKS * BLOCK)) < rate[..., None, None]
+        taken = rng.random((*size, proxies, BLOCKS * BLOCK)) < (rate[..., None] * population.copies)[..., None]
         selected.append(np.where(taken[..., None], copied, own))
     held = {"selected": _cut(np.stack(selected), length), "teacher": _cut(np.stack(wanted), length)}
     if population.heavy:
@@ -192,7 +210,7 @@ def _log(held: dict[str, np.ndarray]) -> xr.Dataset:
     return xr.Dataset(
         {name: (dims[name], values) for name, values in held.items()},
         coords={
-            "step": 100 * np.arange(steps),
+            "step": STEP * np.arange(steps),
             "layer": np.arange(runs),
             "document": np.arange(documents),
             "proxy": np.arange(proxies),

@@ -12,6 +12,8 @@ MOST_BIAS = 0.1
 COVERAGE = (0.92, 0.99)
 REJECTION = (0.03, 0.07)
 LEVEL = 0.05
+ONE_SIDED = "emergence"
+"""Metrics whose value is a claim by itself, made by the lower end of a 95 % interval: at half the level."""
 TINY = 1e-9
 """What rounding may do to a number that is exact."""
 SURE = 3.0
@@ -71,27 +73,32 @@ def unbiased(table: pd.DataFrame) -> pd.Series:
     return table["bias"].abs() - SURE * table["bias_error"].fillna(0) <= MOST_BIAS * scale + TINY
 
 
-def shown_outside(rate: pd.Series, count: pd.Series, low: float, high: float) -> pd.Series:
+def shown_outside(rate: pd.Series, count: pd.Series, low: float | np.ndarray, high: float | np.ndarray) -> pd.Series:
     """Is a rate of so many runs so far outside the bounds that chance is no excuse?"""
     error = [SURE * np.sqrt(bound * (1 - bound) / count) for bound in (low, high)]
     return (rate < low - error[0]) | (rate > high + error[1])
 
 
 def rejection(frame: pd.DataFrame, nulls: Collection[str]) -> pd.DataFrame:
-    """How often each null that holds is rejected at LEVEL: by its p-value, or else by an interval without it."""
+    """How often each null that holds is rejected at LEVEL: by its p-value, or else by an interval without it.
+
+    What is ONE_SIDED is rejected where it has a value, at half of LEVEL.
+    """
     frame = frame[frame["metric"].isin(nulls)]
-    by_p = frame["p_value"].notna()
-    defined = by_p | frame[["low", "high"]].notna().all(axis=1)
-    frame, by_p = frame[defined], by_p[defined]
+    claim, by_p = frame["metric"].str.startswith(ONE_SIDED), frame["p_value"].notna()
+    kinds = [claim, by_p, frame[["low", "high"]].notna().all(axis=1)]
     outside = (frame["null"] < frame["low"] - TINY) | (frame["null"] > frame["high"] + TINY)
-    rejected = np.where(by_p, frame["p_value"] <= LEVEL, outside)
-    frame = frame.assign(test=np.where(by_p, "p-value", "interval"), rejected=rejected)
+    rejected = np.select(kinds, [frame["value"].notna(), frame["p_value"] <= LEVEL, outside])
+    test = np.select(kinds, ["one-sided", "p-value", "interval"], "")
+    frame = frame.assign(test=test, rejected=rejected.astype(bool))[test != ""]
     table = frame.groupby(["metric", "test"], sort=False)["rejected"].agg(["mean", "size"]).reset_index()
     table = table.rename(columns={"mean": "rejected", "size": "null_runs"})
     hits = table["rejected"] * table["null_runs"]
     low, high = stats.beta.interval(0.95, hits + 0.5, table["null_runs"] - hits + 0.5)
-    table["inside"] = table["rejected"].between(*REJECTION)
-    return table.assign(low=low, high=high, outside=shown_outside(table["rejected"], table["null_runs"], *REJECTION))
+    part = np.where(table["test"] == "one-sided", 0.5, 1.0)
+    least, most = (bound * part for bound in REJECTION)
+    table["inside"] = table["rejected"].between(least, most)
+    return table.assign(low=low, high=high, outside=shown_outside(table["rejected"], table["null_runs"], least, most))
 
 
 def by_seeds(frame: pd.DataFrame, seeds: int) -> float:

@@ -2,6 +2,8 @@
 
     python experiments/planted/prove.py            all of it: 1,000 runs a population (minutes on two cores)
     python experiments/planted/prove.py --quick    the same with 100 runs, to see that it works (coarse numbers)
+    python experiments/planted/prove.py --only twins "one collapsed"   these populations alone, beside what is stored
+    python experiments/planted/prove.py --measures strength            these measures alone, beside what is stored
 
 Documents are drawn from populations whose metrics are known in closed form (answers.py, which shares nothing with the
 estimators). Every run of --documents documents is measured as a trained model's log would be, and the estimates are
@@ -19,9 +21,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +34,7 @@ import numpy as np
 import pandas as pd
 from answers import truths
 from measure import ALL, CHUNK, Measure, measured, plain_strength, strength
+from page import draw_page, write_page
 from populations import BLOCK, BLOCKS, Population, draw
 from proof import against, by_seeds, exact, rejection
 from rich.progress import Progress
@@ -40,6 +44,12 @@ FEW_DOCUMENTS = (2, 3, 4, 6, 8, 12, 20, 30, 60, 120)
 POWER_DOCUMENTS = (6, 12, 24, 60)
 POWER_SEEDS = (3, 5, 8)
 SEED_DOCUMENTS = (12, 60)
+MEASURES = {measure.__name__: measure for measure in ALL}
+OTHER_PARTS = ("documents", "power")
+"""What is measured beside the populations of SCENARIOS."""
+KEYS = dict.fromkeys(("bias", "coverage", "null"), ("scenario", "metric"))
+KEYS |= {"documents": ("documents", "metric"), "power": ("lean", "documents", "seeds")}
+"""What a row of each table is told by."""
 
 
 class Job(NamedTuple):
@@ -70,6 +80,14 @@ def jobs(runs: int, documents: int, seed: int) -> Iterator[Job]:
             yield from _chunks(Job("seeds", str(i), seeds, count, runs // 2, (seed, 3, i, count), (plain_strength,)))
 
 
+def some(wanted: Iterable[Job], only: Sequence[str], measures: Sequence[str]) -> Iterator[Job]:
+    """The jobs of some populations or OTHER_PARTS, with some of MEASURES; no names: all. Power has its own measure."""
+    for job in wanted:
+        part = {"scenarios": job.name, "seeds": "power"}.get(job.part, job.part)
+        if (not only or part in only) and not (part == "power" and measures):
+            yield job._replace(measures=tuple(MEASURES[name] for name in measures)) if measures else job
+
+
 def _chunks(job: Job) -> Iterator[Job]:
     for start in range(0, job.runs, CHUNK):
         yield job._replace(runs=min(CHUNK, job.runs - start), seed=(*job.seed, start))
@@ -97,8 +115,8 @@ def scenarios(frame: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Bias with coverage, and rejection, by scenario."""
     part = frame[frame["part"] == "scenarios"]
     compared, rejected = [], []
-    for name, scenario in SCENARIOS.items():
-        mine = part[part["name"] == name]
+    for name, mine in part.groupby("name", sort=False):
+        scenario = SCENARIOS[str(name)]
         compared.append(against(mine, truths(scenario.population)).assign(scenario=name))
         rejected.append(rejection(mine, scenario.nulls).assign(scenario=name))
     return pd.concat(compared, ignore_index=True), pd.concat(rejected, ignore_index=True)
@@ -147,21 +165,44 @@ def pictures(seed: int) -> dict[str, np.ndarray]:
 
 
 def tables_of(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The tables by name, as they are stored."""
-    compared, rejected = scenarios(frame)
-    compared["exact"] = exact(compared)
-    about = ["scenario", "metric", "truth"]
-    bias = [*about, "mean", "bias", "bias_error", "spread", "half", "relative_bias", "bias_in_halves", "unbiased"]
-    cover = [*about, "coverage", "too_high", "too_low", "runs", "defined", "exact", "inside", "outside"]
-    named = {"bias": compared[bias], "coverage": compared[cover], "null": rejected}
-    return named | {"documents": few(frame), "power": powers(frame)}
+    """The tables by name, as they are stored; those of which nothing was measured are missing."""
+    parts, named = set(frame["part"]), {}
+    if "scenarios" in parts:
+        compared, rejected = scenarios(frame)
+        compared["exact"] = exact(compared)
+        about = ["scenario", "metric", "truth"]
+        bias = [*about, "mean", "bias", "bias_error", "spread", "half", "relative_bias", "bias_in_halves", "unbiased"]
+        cover = [*about, "coverage", "too_high", "too_low", "runs", "defined", "exact", "inside", "outside"]
+        named |= {"bias": compared[bias], "coverage": compared[cover], "null": rejected}
+    if "documents" in parts:
+        named["documents"] = few(frame)
+    return named | ({"power": powers(frame)} if "power" in parts else {})
 
 
-def write(tables: Iterable[tuple[str, pd.DataFrame]], out: Path, about: dict[str, object]) -> None:
-    """CSV files, each row with what it was made by."""
+def beside(stored: pd.DataFrame, table: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """The stored rows, those of `table` in place of the same keys; new ones follow the others of their first key."""
+    old, new = stored.set_index(list(keys)), table.set_index(list(keys))
+    order = [*old.index, *(key for key in new.index if key not in old.index)]
+    both = pd.concat([old[~old.index.isin(new.index)], new]).loc[order].reset_index()[stored.columns]
+    rank = {value: i for i, value in enumerate(both[keys[0]].unique())}
+    return both.sort_values(keys[0], key=lambda first: first.map(rank), kind="stable")
+
+
+def write(tables: Mapping[str, pd.DataFrame], out: Path, about: Mapping[str, object], *, keep: bool = False) -> None:
+    """CSV files, each row with what it was made by. `keep`: rows that are stored and not made again stay."""
     out.mkdir(parents=True, exist_ok=True)
-    for name, table in tables:
-        table.assign(**about).to_csv(out / f"{name}.csv", index=False, float_format="%.6g", lineterminator="\n")
+    for name, table in tables.items():
+        path, table = out / f"{name}.csv", table.assign(**about)
+        if keep and path.exists():
+            table = beside(pd.read_csv(path), table, KEYS[name])
+        table.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
+
+
+def read(out: Path) -> tuple[dict[str, pd.DataFrame], list[str]]:
+    """The stored tables, and the commands that they were made by."""
+    tables = {name: pd.read_csv(out / f"{name}.csv") for name in KEYS}
+    commands = list(dict.fromkeys(command for table in tables.values() for command in table["command"]))
+    return {name: table.drop(columns=["seed", "command"]) for name, table in tables.items()}, commands
 
 
 def main() -> None:
@@ -173,16 +214,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default 0)")
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="processes (default 2)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the tables")
+    names = [*SCENARIOS, *OTHER_PARTS]
+    parser.add_argument("--only", nargs="+", default=[], choices=names, metavar="NAME", help="of " + "; ".join(names))
+    parser.add_argument("--measures", nargs="+", default=[], choices=MEASURES, help="these alone (power has its own)")
     args = parser.parse_args()
     start, runs = time.monotonic(), 100 if args.quick else args.runs
-    frame = run_all(list(jobs(runs, args.documents, args.seed)), args.workers)
+    wanted = some(jobs(runs, args.documents, args.seed), args.only, args.measures)
+    frame = run_all(list(wanted), args.workers)
     command = f"prove.py --runs {runs} --documents {args.documents} --seed {args.seed}"
-    tables = tables_of(frame)
-    write(tables.items(), args.out, {"seed": args.seed, "command": command})
-    from page import draw_page, write_page
-
+    for name in ("only", "measures"):
+        command += f" --{name} {shlex.join(chosen)}" if (chosen := getattr(args, name)) else ""
+    about = {"seed": args.seed, "command": command}
+    write(tables_of(frame), args.out, about, keep=bool(args.only or args.measures))
+    tables, commands = read(args.out)
     draw_page(tables, pictures(args.seed), args.out / "figures")
-    write_page(tables, args.out / "tables.md", command)
+    write_page(tables, args.out / "tables.md", commands)
     print(f"{args.out / 'tables.md'}: {int(frame['run'].size):,} numbers in {time.monotonic() - start:.0f} s")
 
 

@@ -20,8 +20,10 @@ class Scenario(NamedTuple):
 
 
 STRENGTH = ("mutual_information", "eta_squared", "proxy_information[0]", "proxy_information[1]")
+EXCESS = ("mutual_information_excess", "eta_squared_excess")
 PLACE = ("recency", "recency_teacher", "excess_recency")
 ALIKE = ("kappa", "positional", "content", "fixed_choice", "stability")
+TWINS = ("twin[0]", "twin[1]")
 FOUND = ("recall_excess", "coverage_over_random", "sink_excess")
 HEADS = ("kappa_heads", "group_information", "group_information_excess")
 EQUAL_HEADS = (0.0,) * 16
@@ -31,12 +33,12 @@ SCENARIOS = {
     "random": Scenario(
         Population(**UNTRAINED, heads=EQUAL_HEADS),
         "uniform choice, no document like another",
-        (*STRENGTH, *PLACE, *ALIKE, *FOUND, *HEADS),
+        (*STRENGTH, *PLACE, *ALIKE, *TWINS, *FOUND, *HEADS),
     ),
     "random, unequal lengths": Scenario(
         Population(**UNTRAINED, heads=EQUAL_HEADS, lengths=UNEQUAL),
         "the same in documents of 13 to 24 blocks",
-        (*STRENGTH, *PLACE, *ALIKE, *FOUND, *HEADS),
+        (*STRENGTH, *PLACE, *ALIKE, *TWINS, *FOUND, *HEADS),
     ),
     "alike but uneven": Scenario(
         Population(**UNTRAINED, **UNEVEN, heads=EQUAL_HEADS),
@@ -93,7 +95,15 @@ SCENARIOS = {
     "different from the start": Scenario(
         Population(lean=(1.0, -1.0), first=(1.0, -1.0), **UNEVEN),
         "one near, one far, at the earlier record as well",
-        ("mutual_information_excess",),
+        (*EXCESS, *(f"emergence[{name}]" for name in EXCESS)),
+    ),
+    "emerges": Scenario(
+        Population(lean=(3.0, -3.0), first=(1.0, -1.0), records=(3, 2), **UNEVEN),
+        "one near, one far, and from the fourth record (step 300) three times as much as before",
+    ),
+    "twins": Scenario(
+        Population(lean=(1.0, 1.0, -1.0), common=0.7, copy=(60.0, 1.0), copiers=(0, 1), lengths=UNEQUAL),
+        "two of three proxies choose the same blocks in nearly every row; the third chooses for itself",
     ),
 }
 

@@ -49,15 +49,17 @@ class Truth:
         self.rows = (self.lengths[:, None] > OWNS) / len(self.lengths)
         """Share of documents that have rows of an own block and a length: (length, own)."""
         a, b = population.copy or (0.0, 1.0)  # the moments of the Beta distribution
-        self.rate = a / (a + b)
-        self.rate2 = a * (a + 1) / ((a + b) * (a + b + 1))
+        self.rate = population.copies * a / (a + b)
+        self.rate2 = np.outer(population.copies, population.copies) * a * (a + 1) / ((a + b) * (a + b + 1))
+        """By proxy, and by two proxies."""
         self.given = {name: self._given(leans) for name, leans in self._leans().items()}
         self.source = self._source()
         self.heavy = population.heavy[0] / sum(population.heavy) if population.heavy else np.nan
 
     def _leans(self) -> dict[str, tuple[float, ...]]:
         teacher = self.of.lean if self.of.teacher is None else self.of.teacher
-        return {"proxy": self.of.lean, "teacher": teacher, "head": self.of.heads, "first": self.of.first or ()}
+        named = {"proxy": self.of.lean, "teacher": teacher, "head": self.of.heads, "first": self.of.first or ()}
+        return named | {"before": self.of.course[-2] if self.of.first else ()}
 
     def _given(self, leans: tuple[float, ...]) -> Float[np.ndarray, "label common own_effect length own block"]:
         """Inclusion of each label's own draw, given a document's length and effects."""
@@ -77,7 +79,8 @@ class Truth:
         if name in ("head", "teacher"):
             return mean
         copied = self.marginal("teacher") if self.of.source == "teacher" else self.source
-        return self.rate * copied + (1 - self.rate) * mean
+        rate = self.rate[:, None, None, None]
+        return rate * copied + (1 - rate) * mean
 
     def table(self, name: str, group: np.ndarray, count: int) -> Float[np.ndarray, "label group"]:
         """Expected learned slots a document by a grouping of (own, block)."""
@@ -92,7 +95,7 @@ class Truth:
     def pair(self, p: int, q: int) -> Float[np.ndarray, "length own"]:
         """Expected number of blocks that two proxies share in a row of one document."""
         first, second = (np.einsum("v,uvlob->ulob", self.weight, self.given["proxy"][i]) for i in (p, q))
-        return self._shared(first, second, self.weight)
+        return self._shared(first, second, self.weight, (p, q))
 
     def heads_share(self, i: int, j: int) -> Float[np.ndarray, "length own"]:
         """The same of two heads' own top blocks."""
@@ -101,17 +104,20 @@ class Truth:
 
     def kept(self, p: int) -> Float[np.ndarray, "length own"]:
         """Expected number of blocks of the earlier record that a proxy chooses again in the same row."""
-        first, second = (self.given[name][p].reshape(-1, *self.rows.shape, BLOCKS) for name in ("first", "proxy"))
-        return self._shared(first, second, np.outer(self.weight, self.weight).ravel())
+        first, second = (self.given[name][p].reshape(-1, *self.rows.shape, BLOCKS) for name in ("before", "proxy"))
+        return self._shared(first, second, np.outer(self.weight, self.weight).ravel(), (p, p))
 
-    def _shared(self, first: np.ndarray, second: np.ndarray, weight: np.ndarray) -> Float[np.ndarray, "length own"]:
+    def _shared(
+        self, first: np.ndarray, second: np.ndarray, weight: np.ndarray, of: tuple[int, int]
+    ) -> Float[np.ndarray, "length own"]:
         """Both copy one source, one of them does, or none, given an effect of these weights."""
         if self.of.source == "teacher":
             raise ValueError("source='teacher': proxies and records share no source; try 'document'")
         apart = np.einsum("u,ulob,ulob->lo", weight, first, second)
-        mixed = np.einsum("u,ulob,ob->lo", weight, first + second, self.source)
-        neither = 1 - 2 * self.rate + self.rate2
-        return self.rate2 * SLOTS + (self.rate - self.rate2) * mixed + neither * apart
+        met = [np.einsum("u,ulob,ob->lo", weight, own, self.source) for own in (second, first)]
+        both, (one, other) = self.rate2[of], self.rate[list(of)]
+        alone = (one - both) * met[0] + (other - both) * met[1]
+        return both * SLOTS + alone + (1 - one - other + both) * apart
 
     def elsewhere(self, p: int, q: int, earlier: str = "proxy") -> Float[np.ndarray, " own"]:
         """Shared blocks with the second proxy in another document that has the row too."""
@@ -127,7 +133,8 @@ class Truth:
         both = np.einsum("u,v,puvlob,puvlob->plob", *[self.weight] * 2, self.given["teacher"], self.given["proxy"])
         wanted = self.marginal("teacher")
         copied = wanted if self.of.source == "teacher" else wanted * self.source
-        return np.einsum("lo,plob->pob", self.rows, self.rate * copied + (1 - self.rate) * both)
+        rate = self.rate[:, None, None, None]
+        return np.einsum("lo,plob->pob", self.rows, rate * copied + (1 - rate) * both)
 
     def missed(self) -> Float[np.ndarray, " proxy"]:
         """Expected share of the blocks of a document, the last aside, that none of its rows holds."""
@@ -135,7 +142,8 @@ class Truth:
         last = self.lengths - 1
         never = np.zeros(len(self.of.lean))
         for c, w in zip(copied, weight, strict=True):
-            holds = c * self.source + (1 - c) * self.given["proxy"]
+            rate = c * self.of.copies[:, None, None, None, None, None]
+            holds = rate * self.source + (1 - rate) * self.given["proxy"]
             for i, length in enumerate(self.lengths):
                 rows = (length > OWNS)[:, None] & VISIBLE
                 missed = np.where(rows, 1 - holds[:, :, :, i], 1.0).prod(-2) ** BLOCK
@@ -146,7 +154,7 @@ class Truth:
     def _rates(self) -> tuple[np.ndarray, np.ndarray]:
         """Nodes and weights of the document's probability to copy."""
         if self.of.copy is None or self.of.copy[1] == 0:
-            return np.array([self.rate]), np.ones(1)
+            return np.array([0.0 if self.of.copy is None else 1.0]), np.ones(1)
         a, b = self.of.copy
         node, weight = roots_jacobi(NODES, b - 1, a - 1)
         return (1 + node) / 2, weight / weight.sum()

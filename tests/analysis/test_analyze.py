@@ -70,6 +70,7 @@ def test_every_metric_of_the_analysis_is_in_a_table(tables: Path) -> None:
         *("recall_by_distance", "recall_by_position", "captured_mass", "coverage", "coverage_over_random"),
         *("coverage_over_window", "coverage_by_distance", "coverage_by_position", "overlap", "kappa", "positional"),
         *("content", "mutual_information", "mutual_information_excess", "mutual_information_share", "eta_squared"),
+        *("eta_squared_excess", "eta_squared_heads", "eta_squared_share"),
         *("proxy_information", "kappa_within_groups", "group_divergence", "churn", "never_selected", "collapse"),
         "emergence",
     ):

@@ -217,6 +217,17 @@ def test_an_arm_has_one_colour_whatever_stands_beside_it() -> None:
     assert drawn == {colours["msa"], colours["window"]}
 
 
+@pytest.mark.parametrize("measure", ["loss", "bits_per_byte"])
+def test_no_line_of_validation_joins_dense_attention_and_sparse(measure: str) -> None:
+    names = ["validation/warmup/" + measure] * 2 + ["validation/" + measure] * 2
+    metrics = pd.DataFrame({"step": [0, 10, 20, 30], "name": names, "value": [3.0, 2.0, 2.5, 2.2]})
+    figure = figures.loss_curves(pd.concat([metrics, metrics.assign(name="train/ce")]).assign(run="a", arm="msa"))
+    lines = [line for line in figure.axes[1].get_lines() if len(line.get_xdata())]
+    drawn = {line.get_linestyle(): line.get_xdata().tolist() for line in lines}
+    assert drawn == {"-": [20, 30], ":": [0, 10]}
+    assert "dotted" in figure.axes[1].get_title()
+
+
 def test_no_figure_is_left_open() -> None:
     import matplotlib.pyplot as plt
 

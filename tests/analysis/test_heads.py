@@ -143,15 +143,16 @@ def test_entropy_of_the_teacher_is_held_against_even_attention() -> None:
     assert (absent["reason"] == "the log holds no entropy of the dense attention").all()
 
 
-def test_share_of_the_heads_information_needs_heads_that_differ() -> None:
+@pytest.mark.parametrize("form", ["mutual_information", "eta_squared"])
+def test_share_of_the_heads_own_strength_needs_heads_that_differ(form: str) -> None:
     heads = [NEAR, FAR, NEAR, FAR]
     log = planted.log([planted.leaning(1), planted.leaning(-1)], heads=heads, documents=8)
     frame = specialization.mutual_information(log)
-    share = one(frame, "mutual_information_share")
-    ours, theirs = (one(frame, m, step=100)["value"] for m in ("mutual_information", "mutual_information_heads"))
+    share = one(frame, f"{form}_share")
+    ours, theirs = (one(frame, m, step=100)["value"] for m in (form, f"{form}_heads"))
     assert share["value"] == pytest.approx(ours / theirs, rel=0.02)
     assert 0 < share["low"] < share["value"] < share["high"] < 1
     alike = planted.log([planted.leaning(1), planted.leaning(-1)], heads=[NEAR] * 4, documents=8)
-    row = one(specialization.mutual_information(alike), "mutual_information_share")
+    row = one(specialization.mutual_information(alike), f"{form}_share")
     assert np.isnan(row["value"])
     assert row["reason"] == "the heads' own interval reaches 0"

@@ -21,9 +21,9 @@ def test_page_is_made_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(prove, "STRENGTHS", (0.0, 4.0))
     frame = pd.concat([prove.work(job) for job in prove.jobs(24, 8, 0)], ignore_index=True)
     tables = prove.tables_of(frame)
-    prove.write(tables.items(), tmp_path, {"seed": 0, "command": "prove.py"})
+    prove.write(tables, tmp_path, {"seed": 0, "command": "prove.py"})
     page.draw_page(tables, prove.pictures(0), tmp_path / "figures")
-    page.write_page(tables, tmp_path / "tables.md", "prove.py")
+    page.write_page(tables, tmp_path / "tables.md", ["prove.py"])
 
     bias = pd.read_csv(tmp_path / "bias.csv").set_index(["scenario", "metric"])
     assert bias.loc[("random", "recency"), "truth"] == pytest.approx(0.5)
@@ -37,6 +37,18 @@ def test_page_is_made_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     text = (tmp_path / "tables.md").read_text()
     assert f"{bias.loc[('random', 'recency'), 'truth']:.4g}" in text
     assert "nan" not in text
+    again = [job._replace(measures=(prove.MEASURES["likeness"],)) for job in prove.jobs(24, 8, 1)]
+    again = [job for job in prove.some(again, ["random"], []) if job.part == "scenarios"]
+    later = prove.tables_of(pd.concat([prove.work(job) for job in again], ignore_index=True))
+    prove.write(later, tmp_path, {"seed": 1, "command": "prove.py --only random"}, keep=True)
+    both, commands = prove.read(tmp_path)
+    assert commands == ["prove.py", "prove.py --only random"]
+    stored = both["bias"].set_index(["scenario", "metric"])
+    assert list(stored.index) == list(bias.index)
+    changed = stored["mean"] != bias["mean"]
+    known = set(later["bias"]["metric"])
+    assert set(stored[changed & stored["spread"].gt(0)].index) <= {("random", name) for name in known}
+    assert changed[("random", "kappa")]
     drawn = sorted(path.name for path in (tmp_path / "figures").iterdir())
     assert len(drawn) == 12
     assert all((tmp_path / "figures" / name).stat().st_size > 5000 for name in drawn)

@@ -146,6 +146,47 @@ def test_squared_statistics_have_intervals_and_tests_from_six_documents_on() -> 
         assert (tested["p_value"].notna() == (documents == 6)).all()
 
 
+def test_the_planted_step_of_emergence_is_named() -> None:
+    """Two records before it differ from the first by chance alone, and count at most once in forty runs each."""
+    population = replace(SCENARIOS["emerges"].population, heavy=None)
+    frame = measured(population, runs=100, documents=30, seed=[7], measures=[plain_strength])
+    for metric in ("mutual_information_excess", "eta_squared_excess"):
+        step = frame[frame["metric"] == f"emergence[{metric}]"]
+        truth = truths(population)[f"emergence[{metric}]"]
+        assert (step["value"] == truth).sum() >= stats.binom.ppf(RARE, 100, 0.95)
+        named = step[step["value"] == truth]
+        assert (named["low"] == truth - 100).all()
+
+
+def test_a_step_is_named_where_nothing_emerged_as_often_as_one_end_of_an_interval_errs() -> None:
+    population = replace(SCENARIOS["different from the start"].population, heavy=None)
+    frame = measured(population, runs=MANY, documents=30, seed=[8], measures=[plain_strength])
+    table = proof.rejection(frame, [f"emergence[{name}_excess]" for name in ("mutual_information", "eta_squared")])
+    assert table["test"].tolist() == ["one-sided"] * 2
+    assert (table["rejected"] * MANY <= stats.binom.ppf(1 - 1e-5, MANY, proof.REJECTION[1] / 2)).all()
+
+
+def test_twins_are_known_from_a_proxy_that_chooses_for_itself() -> None:
+    population = replace(SCENARIOS["twins"].population, heavy=None)
+    frame = measured(population, runs=100, documents=60, seed=[9], measures=[likeness])
+    table = proof.against(frame, truths(population)).set_index("metric")
+    for proxy in (0, 1):
+        row = table.loc[f"twin[{proxy}]"]
+        assert row["unbiased"]
+        assert row["coverage"] * 100 >= stats.binom.ppf(RARE, 100, proof.COVERAGE[0])
+    assert [table.loc[f"collapse[{p}]", "mean"] for p in range(3)] == [1, 1, 0]
+
+
+def test_the_largest_of_equal_estimates_is_too_large_by_less_than_the_docstring_says() -> None:
+    """Kappa of a proxy with three others is 0; the largest of three independent normals is 0.85 errors above."""
+    population = Population(lean=(0.0,) * 4, lengths=UNEQUAL, heavy=None)
+    assert not any(name.startswith("twin") for name in truths(population))
+    frame = measured(population, runs=MANY, documents=30, seed=[10], measures=[likeness])
+    largest = frame[frame["metric"] == "twin[0]"]
+    error = (largest["high"] - largest["low"]).mean() / 2 / stats.t.ppf(0.975, 29)
+    assert 0.5 < largest["value"].mean() / error < 0.85 + 5 / np.sqrt(MANY)
+
+
 @pytest.mark.parametrize("name", ["random, unequal lengths", "one near, one random"])
 def test_intervals_of_means_over_pairs_are_as_long_as_estimates_scatter(name: str) -> None:
     """Where documents do not differ (the first) the jackknife alone makes them 1.4 times as long."""

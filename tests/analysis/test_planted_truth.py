@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,6 +13,7 @@ from answers import truths
 from measure import measured
 from msa_analysis.specialization import recency
 from populations import BLOCK, BLOCKS, NEWEST, OLDEST, UNEQUAL, Population, draw
+from scenarios import SCENARIOS
 from truth import BIN, OWNS, VISIBLE, Truth, inclusion
 
 
@@ -68,6 +70,29 @@ def test_closed_forms_are_what_counting_gives_in_many_documents() -> None:
     assert VISIBLE.sum() == OWNS.sum()
 
 
+def test_twins_and_what_they_leave_alone_are_what_counting_gives() -> None:
+    """Shared and never chosen blocks of three proxies of which two copy, and churn of a third record, counted."""
+    population = replace(
+        SCENARIOS["twins"].population, copy=(3.0, 1.0), first=(0.0, 0.0, 0.0), records=(1, 2), heavy=None
+    )
+    log = draw(population, runs=1, documents=4000, rng=np.random.default_rng(1))
+    ids = log["selected"].values[:, 0]
+    own = np.arange(ids.shape[-2]) // BLOCK
+    held = (ids[..., None] == np.arange(BLOCKS)).any(-2) & (np.arange(BLOCKS) < own[:, None])
+    held = held[..., own >= OWNS[0], :]
+    rows, now = held[2, :, 0].any(-1), held[2]
+    chance = (rows * 2 / own[own >= OWNS[0]]).sum() / rows.sum()
+    shares = {(p, q): (now[:, p] & now[:, q]).sum() / (2 * rows.sum()) for p, q in ((0, 1), (0, 2), (1, 2))}
+    answer = truths(population)
+    assert np.mean(list(shares.values())) == pytest.approx(answer["overlap"], abs=0.005)
+    for proxy in (0, 1):
+        assert (shares[0, 1] - chance) / (1 - chance) == pytest.approx(answer[f"twin[{proxy}]"], abs=0.01)
+    assert "twin[2]" not in answer  # it is as much like the one as like the other
+    weight = rows.sum(0) - 1
+    kept = ((held[1] & held[2]).sum(-1) * weight[None]).sum() / (3 * 2 * (rows * weight).sum())
+    assert 1 - kept == pytest.approx(answer["churn"], abs=0.01)
+
+
 def test_documents_of_a_population_differ_as_they_should() -> None:
     """Recency of single documents scatters far more than rows drawn independently of one another would."""
     uneven, even = (
@@ -111,6 +136,17 @@ def test_rejection_is_by_the_p_value_where_there_is_one() -> None:
     assert (by_p["test"], by_p["rejected"], bool(by_p["outside"])) == ("p-value", 0.0, True)
     alone = _runs(noise, np.nan, p_value=0.01)  # a test needs no interval
     assert proof.rejection(alone, ["m"])[["test", "rejected", "null_runs"]].iloc[0].tolist() == ["p-value", 1.0, 1000]
+
+
+def test_a_claim_is_one_sided_and_made_at_half_the_level() -> None:
+    frame = pd.DataFrame(
+        {"metric": "emergence[m]", "run": range(1000), "value": np.nan, "null": np.nan, "p_value": np.nan}
+    )
+    for share, inside, outside in ((0.025, True, False), (0.045, False, False), (0.065, False, True)):
+        value = np.where(np.arange(1000) < 1000 * share, 300.0, np.nan)
+        row = proof.rejection(frame.assign(value=value, low=value, high=value), ["emergence[m]"]).iloc[0]
+        assert (row["test"], row["rejected"], row["null_runs"]) == ("one-sided", share, 1000)
+        assert (row["inside"], row["outside"]) == (inside, outside)
 
 
 def test_what_is_not_defined_counts_neither_as_covered_nor_as_rejected() -> None:

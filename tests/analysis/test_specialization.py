@@ -48,7 +48,7 @@ def test_random_proxies_score_zero(at_random: xr.Dataset) -> None:
     assert covers(last(recall, "recall_excess"), 0.0)
     assert last(recall, "block_recall")["value"] == pytest.approx(last(recall, "block_recall")["null"], abs=0.01)
     strength = specialization.mutual_information(at_random, pool=RUN, permutations=199)
-    for metric in ("mutual_information", "mutual_information_excess", "eta_squared"):
+    for metric in ("mutual_information", "mutual_information_excess", "eta_squared", "eta_squared_excess"):
         assert covers(last(strength, metric), 0.0), metric
     assert last(strength, "mutual_information")["p_value"] > 0.01
     alike = specialization.overlap(at_random, pool=(*RUN, "other"))
@@ -88,9 +88,12 @@ def test_near_and_far_populations_are_told_apart() -> None:
     assert excess["low"] > 0.9
     assert last(frame, "mutual_information_heads")["value"] == pytest.approx(1.0, abs=1e-6)
     assert last(frame, "eta_squared")["value"] > 0.8
-    first = frame[(frame["metric"] == "mutual_information_excess") & (frame["step"] == 0)].iloc[0]
-    assert np.isnan(first["value"])
-    assert first["reason"] == "the first record is the reference"
+    between = [last(frame, f"eta_squared{end}")["value"] for end in ("", "_excess", "_heads")]
+    assert between == pytest.approx([between[0]] * 3, abs=0.01)
+    for metric in ("mutual_information_excess", "eta_squared_excess"):
+        first = frame[(frame["metric"] == metric) & (frame["step"] == 0)].iloc[0]
+        assert np.isnan(first["value"])
+        assert first["reason"] == "the first record is the reference"
 
 
 def test_information_by_hand() -> None:
@@ -252,9 +255,28 @@ def test_a_log_that_begins_with_trained_proxies_has_no_excess_over_untrained_one
     log = planted.log([planted.newest, planted.oldest], first=[planted.uniform] * 2, layers=1, steps=(240, 250, 260))
     log.attrs["first_step"] = 240
     whole = specialization.mutual_information(log)
-    assert np.isfinite(last(whole, "mutual_information_excess")["value"])
     late = specialization.mutual_information(log.isel(step=slice(1, None)))
-    row = last(late, "mutual_information_excess")
-    assert np.isnan(row["value"])
-    assert row["reason"] == "the log does not begin with untrained proxies"
-    assert np.isfinite(last(late, "mutual_information")["value"])
+    for metric in ("mutual_information", "eta_squared"):
+        assert np.isfinite(last(whole, f"{metric}_excess")["value"])
+        row = last(late, f"{metric}_excess")
+        assert np.isnan(row["value"])
+        assert row["reason"] == "the log does not begin with untrained proxies"
+        assert np.isfinite(last(late, metric)["value"])
+
+
+def test_variance_between_proxies_beyond_untrained_ones_is_the_difference_of_two_by_hand() -> None:
+    log = planted.log([planted.leaning(3), planted.leaning(-3)], first=[planted.leaning(1), planted.leaning(-1)])
+    rows = counting_rows(log)
+
+    def between(step: int) -> float:
+        chosen = learned_slots(log["selected"].values[step, 0][:, :, rows.index], rows)
+        far = np.log2(np.where(chosen >= 0, rows.own[:, None] - chosen, 1))
+        held = chosen >= 0
+        values = [far[:, p][held[:, p]] for p in (0, 1)]
+        return float(np.var([part.mean() for part in values]) / np.concatenate(values).var())
+
+    frame = specialization.mutual_information(log, permutations=0)
+    row = last(frame, "eta_squared_excess")
+    assert row["value"] == pytest.approx(between(1) - between(0), abs=0.003)
+    assert row["low"] < row["value"] < row["high"]
+    assert last(frame, "eta_squared")["plug_in"] == pytest.approx(between(1))

@@ -161,8 +161,9 @@ class SelectionRecorder(L.Callback):
 
     Training is the same with and without it, bit for bit: the forward is the plain model's, in eval mode, without
     gradients, and leaves random states and modes as they were. Only the first process computes and writes; nothing here
-    waits for the others. A record is written while training goes on. The next record, a checkpoint and the end wait for
-    it, and raise what went wrong: a checkpoint's own record exists, if this comes before the callback that writes it.
+    waits for the others. A record is written while training goes on. The next record and the next checkpoint, which is
+    also made at the end, wait for it and raise what went wrong: a checkpoint's own record exists, if this comes before
+    the callback that writes it.
 
     Args:
         run: The run's folder.
@@ -204,10 +205,6 @@ class SelectionRecorder(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Have the records of all steps before it on disk."""
-        self._settle()
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Have all records on disk."""
         self._settle()
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_run
+from tiny import tiny_run, write_corpus
 
-from msa_lab import recorder, selections
+from msa_lab import callbacks, recorder, selections
 from msa_lab.config import RunConfig
 from msa_lab.model import Transformer
 from msa_lab.recorder import observe
-from msa_lab.selections import Enough, record, record_steps
+from msa_lab.selections import Enough, SelectionStore, open_selections, record, record_steps
 from msa_lab.teacher import block_mass, entropy, group_divergence, regrouped_divergence
+from msa_lab.train import train
 
 TOKENS = torch.arange(3 * 128).view(3, 128) * 31 % 257
 
@@ -118,3 +120,22 @@ def test_the_default_schedule_has_forty_records_each_of_little_beside_the_steps_
     # A recorded row has cost 0.36 to 0.54 of a trained one (experiments/recording_cost): 2 % of the default run at 0.5.
     rows = len(steps) * config.selections.documents / (config.train.last_step * config.train.batch_size)
     assert 0.5 * rows <= 0.02
+
+
+def test_a_checkpoint_waits_for_the_record_that_is_being_written(tmp_path, monkeypatch):
+    append, save, held = SelectionStore.append, callbacks.WholeCheckpoints.save_checkpoint, {}
+
+    def slow(*given):
+        time.sleep(0.5)
+        append(*given)
+
+    def look(self, checkpoint, path, **rest):
+        held[checkpoint["global_step"]] = open_selections(Path(path).parent)["step"].values.tolist()
+        save(self, checkpoint, path, **rest)
+
+    monkeypatch.setattr(SelectionStore, "append", slow)
+    monkeypatch.setattr(callbacks.WholeCheckpoints, "save_checkpoint", look)
+    config = tiny_run(write_corpus(tmp_path / "corpus"), train={"steps": 6}, selections={"records": 7})
+    run = train(config, root=tmp_path / "runs", cache=tmp_path / "cache", progress=False, wandb="disabled")
+    assert held == {5: [*range(6)], 6: [*range(7)]}
+    assert open_selections(run)["step"].values.tolist() == [*range(7)]

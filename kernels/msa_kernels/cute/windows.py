@@ -16,7 +16,7 @@ TILE = 256
 SHORTEST, LONGEST = 512, 2048
 """Bounds of what `task_length` gives."""
 TASKS = 480
-"""So many tasks were best at 4,096 to 32,768 tokens: fewer leave multiprocessors idle at the end, more cost sums."""
+"""So many tasks were best at 8,192 tokens: fewer leave multiprocessors idle at the end, more cost sums."""
 PARTIAL_BYTES = 2**31
 """The most that single blocks' results of a forward pass take, unless one window of gradients has more."""
 PART_BYTES = 3 * 2**29
@@ -98,8 +98,8 @@ def task_length(edges: int) -> int:
     """The most edges that a task may have, in an index with room for so many; a multiple of 64 between the bounds.
 
     The longer tasks are, the less often is a block read and the fewer parts are there to sum; but there must be some
-    for each multiprocessor. On an H200, with 16 slots and 4 proxies, 512 edges took least time at 4K tokens, 960 to
-    1,088 at 8K and 1,536 to 2,048 from 16K on.
+    for each multiprocessor. On an H200, with 16 slots and 4 proxies, 960 to 1,088 edges took least time at 8K tokens and
+    1,536 to 2,048 at 16K and 32K. What is shorter and longer follows from these and was not measured.
     """
     return min(max(edges // TASKS // 64 * 64, SHORTEST), LONGEST)
 

@@ -98,8 +98,8 @@ def task_length(edges: int) -> int:
     """The most edges that a task may have, in an index with room for so many; a multiple of 64 between the bounds.
 
     The longer tasks are, the less often is a block read and the fewer parts are there to sum; but there must be some
-    for each multiprocessor. On an H200, with 16 slots and 4 proxies, 960 to 1,088 edges took least time at 8K tokens and
-    1,536 to 2,048 at 16K and 32K. What is shorter and longer follows from these and was not measured.
+    for each multiprocessor. On an H200, with 16 slots and 4 proxies, 960 to 1,088 edges took least time at 8K tokens
+    and 1,536 to 2,048 at 16K and 32K. What is shorter and longer follows from these and was not measured.
     """
     return min(max(edges // TASKS // 64 * 64, SHORTEST), LONGEST)
 
